@@ -1,0 +1,164 @@
+"""``JaggedLayout``: where each sequence of a packed tensor begins and ends, and what is derived from that."""
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class JaggedLayout:
+    """The geometry of B sequences packed end to end: sequence b holds rows ``offsets[b] <= row < offsets[b + 1]``.
+
+    A layout is a thin, immutable view of its offsets tensor. What a backend derives from it (tile tables, buckets) is
+    kept beside the offsets tensor for as long as that lives and is not written to, so every layer of a stack, and the
+    backward pass, reuse it; two layouts of one offsets tensor share it too.
+
+    Args:
+        offsets: ``[B + 1]`` (``[0]`` counts as B = 0), int32 or int64, on the values' device, contiguous or not; first 0,
+            non-decreasing. Its values are not checked here, because that would wait for the device: kernels clamp
+            every bound to the rows that exist, and ``validate_sync`` raises.
+
+    Raises:
+        TypeError: ``offsets`` is not a tensor.
+        ValueError: it is not one-dimensional, or neither int32 nor int64.
+
+    Example:
+        >>> layout = JaggedLayout.from_lengths(torch.tensor([2, 0, 3]))
+        >>> layout.offsets, layout.num_sequences
+        (tensor([0, 2, 2, 5]), 3)
+    """
+
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.offsets, Tensor):
+            raise TypeError(f"offsets must be a torch.Tensor, got {type(self.offsets).__name__}.")
+        if self.offsets.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"offsets must be int32 or int64, got {self.offsets.dtype}.")
+        if self.offsets.dim() != 1:
+            raise ValueError(f"offsets must have one dimension, [B + 1], got shape {list(self.offsets.shape)}.")
+
+    @classmethod
+    def from_lengths(cls, lengths: Tensor) -> "JaggedLayout":
+        """The layout of sequences of these lengths.
+
+        Args:
+            lengths: ``[B]``, int32 or int64, non-negative. The offsets take its dtype and device.
+        """
+        if not isinstance(lengths, Tensor):
+            raise TypeError(f"lengths must be a torch.Tensor, got {type(lengths).__name__}.")
+        if lengths.dim() != 1 or lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"lengths must be int32 or int64 of shape [B], got {lengths.dtype} of shape {list(lengths.shape)}."
+            )
+        return cls(torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0)))
+
+    @classmethod
+    def uniform(cls, num_sequences: int, length: int, device: torch.device | str | None = None) -> "JaggedLayout":
+        """The layout of ``num_sequences`` sequences of ``length`` rows each, as int64 offsets on ``device``."""
+        for name, value in (("num_sequences", num_sequences), ("length", length)):
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}.")
+        return cls(torch.arange(num_sequences + 1, device=device) * length)
+
+    @property
+    def num_sequences(self) -> int:
+        """B. An offsets tensor without an element, as ``JaggedTensor.empty()`` has, counts as B = 0."""
+        return max(self.offsets.numel() - 1, 0)
+
+    @property
+    def lengths(self) -> Tensor:
+        """``[B]``, the rows of each sequence, computed on the device."""
+        return self.offsets.diff()
+
+    def validate_sync(self, total_rows: int | None = None) -> "JaggedLayout":
+        """Check the offsets' values; waits for the device.
+
+        Args:
+            total_rows: rows of the values tensor; ``None`` leaves that part out.
+
+        Returns:
+            The layout itself.
+
+        Raises:
+            ValueError: the first offset is not 0, an offset is less than the one before, or the last exceeds ``total_rows``.
+        """
+        offsets = self.offsets.tolist()
+        if offsets and offsets[0] != 0:
+            raise ValueError(f"offsets must begin with 0, got {offsets[0]}.")
+        for b, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+            if end < start:
+                raise ValueError(f"offsets must not decrease, got offsets[{b}] = {start} and offsets[{b + 1}] = {end}.")
+        if total_rows is not None and offsets and offsets[-1] > total_rows:
+            raise ValueError(f"offsets must end within the {total_rows} rows of the values, got {offsets[-1]}.")
+        return self
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """A derived value, with what it was derived from: valid while both offsets tensors live unchanged."""
+
+    value: Any
+    version: int
+    other: "weakref.ReferenceType[Tensor]"
+    other_version: int
+
+
+_DERIVED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def derived(offsets: Tensor, other: Tensor, key: Hashable, build: Callable[[], T]) -> T:
+    """``build()``, remembered for this pair of offsets tensors until either is written to or freed.
+
+    Nothing is remembered while a CUDA graph is captured (the graph must contain the work, since its replays see other
+    offsets) or for tensors made in inference mode (PyTorch does not count the writes to them).
+
+    Args:
+        offsets: the tensor beside which the value is kept. The value must not refer to it.
+        other: a second tensor that the value depends on; the same one if there is none.
+        key: tells apart what is derived from the same tensors.
+        build: computes the value.
+    """
+    if offsets.is_inference() or other.is_inference() or _is_capturing(offsets):
+        return build()
+    entries: dict[Hashable, _Derived] = _DERIVED.setdefault(offsets, {})
+    full_key = (key, id(other))
+    entry = entries.get(full_key)
+    if (
+        entry is not None
+        and entry.version == offsets._version
+        and entry.other() is other
+        and entry.other_version == other._version
+    ):
+        return entry.value
+    value = build()
+    for dead in [k for k, e in entries.items() if e.other() is None]:
+        entries.pop(dead, None)
+    entries[full_key] = _Derived(value, offsets._version, weakref.ref(other), other._version)
+    return value
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def row_bounds(offsets: Tensor, total_rows: int) -> tuple[Tensor, Tensor]:
+    """First row and end of each sequence, clamped to the rows that exist, as every kernel clamps them.
+
+    Args:
+        offsets: ``[B + 1]``.
+        total_rows: rows of the values tensor.
+
+    Returns:
+        Two int64 tensors ``[B]`` with ``0 <= start <= end <= total_rows``, whatever the offsets hold.
+    """
+    offsets = offsets.long().clamp(0, total_rows)
+    starts = offsets[:-1]
+    return starts, torch.maximum(offsets[1:], starts)
