@@ -1,0 +1,45 @@
+"""Tolerances derived from what the dtype permits, never chosen."""
+
+import torch
+from torch import Tensor
+
+
+def tolerance(exact: Tensor, eager: Tensor) -> float:
+    """The largest absolute error that a backend may have.
+
+    ``2 max|eager - exact| + eps max|exact|``: twice the error that ``eager`` has in the same dtype, plus one rounding of
+    the largest element to that dtype. Elements of ``exact`` that are not finite are left out.
+
+    Args:
+        exact: the result in float64, from the same inputs (rounded to the dtype first).
+        eager: the ``eager`` backend's result in the dtype under test.
+    """
+    finite = exact.isfinite()
+    if not finite.any():
+        return 0.0
+    exact = exact[finite].double()
+    error = (eager[finite].double() - exact).abs().max().item()
+    return 2 * error + torch.finfo(eager.dtype).eps * exact.abs().max().item()
+
+
+def assert_within(name: str, actual: Tensor, exact: Tensor, eager: Tensor) -> None:
+    """Raise ``AssertionError`` unless ``actual`` is as close to ``exact`` as ``tolerance`` says.
+
+    Infinities must stand in the same places; NaN never passes.
+    """
+    if actual.shape != exact.shape:
+        raise AssertionError(f"{name}: shape {list(actual.shape)}, expected {list(exact.shape)}")
+    if actual.dtype != eager.dtype:
+        raise AssertionError(f"{name}: dtype {actual.dtype}, expected {eager.dtype}")
+    infinite = exact.isinf()
+    if not torch.equal(actual[infinite].double(), exact[infinite].double()):
+        raise AssertionError(f"{name}: infinities are not where they belong")
+    if exact[~infinite].numel() == 0:
+        return
+    error = (actual[~infinite].double() - exact[~infinite].double()).abs()
+    allowed = tolerance(exact, eager)
+    if not error.max().item() <= allowed:  # also when it is NaN
+        bad = int((~(error <= allowed)).sum())
+        raise AssertionError(
+            f"{name}: {bad} of {error.numel()} elements off; largest error {error.max().item():.3g}, allowed {allowed:.3g}"
+        )
