@@ -56,7 +56,7 @@ def _facts(
     q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor, *static: str | float
 ) -> AttentionSpec:
     kind: Kind = "broadcast_q" if offsets_q is None else "self" if offsets_q is offsets_kv else "cross"
-    return _spec(kind, q.dtype, (q.shape[1], k.shape[1], q.shape[2], v.shape[2]), *static)  # type: ignore[arg-type]
+    return _spec(kind, q.dtype, (q.shape[1], k.shape[1], q.shape[2], v.shape[2]), *static)
 
 
 def _attention(

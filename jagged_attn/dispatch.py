@@ -70,12 +70,8 @@ def choose(backend: str, spec: AttentionSpec, arch: Arch) -> str:
     for report in reports:
         if report.supported and arch.device_type in BACKENDS[report.backend].auto_devices:
             return report.backend
+    passed_over = f"runs it, but 'auto' does not choose it on {arch.device_type!r}; name it to use it"
     raise UnsupportedError(
-        f"no backend that backend='auto' may choose on device type {arch.device_type!r} runs this call:",
-        [
-            report._replace(
-                refusal=report.refusal or f"runs it, but 'auto' does not choose it on {arch.device_type!r}: name it"
-            )
-            for report in reports
-        ],
+        f"no backend that backend='auto' may choose on {arch.device_type!r} runs this call.",
+        [report._replace(refusal=report.refusal or passed_over) for report in reports],
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -116,6 +116,18 @@ def _check(
     return q, k, v, (kind, q.dtype, heads, mask.code, activation, scale, out_scale, deterministic)
 
 
+@overload
+def jagged_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout_q: JaggedLayout | Tensor, layout_kv: JaggedLayout | Tensor | None = None, *,
+    mask: Mask = ..., activation: str | Sequence[str] = ..., scale: float | None = ..., out_scale: float = ...,
+    deterministic: bool = ..., return_lse: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def jagged_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout_q: JaggedLayout | Tensor, layout_kv: JaggedLayout | Tensor | None = None, *,
+    mask: Mask = ..., activation: str | Sequence[str] = ..., scale: float | None = ..., out_scale: float = ...,
+    deterministic: bool = ..., return_lse: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def jagged_attention(
     q: Tensor,
     k: Tensor,
@@ -124,18 +136,75 @@ def jagged_attention(
     layout_kv: JaggedLayout | Tensor | None = None,
     *,
     mask: Mask = _FULL,
-    activation: str | Sequence[str] = "softmax",
+    activation: str | Sequence[str] = SOFTMAX,
     scale: float | None = None,
     out_scale: float = 1.0,
     deterministic: bool = False,
     return_lse: bool = False,
-    backend: str = "auto",
-) -> Any:
+    backend: str = dispatch.AUTO,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each sequence's queries to the same sequence's keys.
+
+    For sequence b and each head: ``O_b = out_scale * act(scale * Q_b K_b^T) V_b`` over the pairs that ``mask`` allows.
+    A softmax normalises each row over its allowed keys; an element-wise activation (GDPA) does not normalise.
+
+    Args:
+        q: ``[T_q, H, D]``; bfloat16, float16, float32, or float64 (``eager`` and ``reference``). Any strides whose last
+            is 1, as for k and v.
+        k: ``[T_kv, H_kv, D]``, q's dtype and device. ``H_kv`` divides H: query head h reads key head
+            ``h // (H // H_kv)``.
+        v: ``[T_kv, H_kv, Dv]``, likewise.
+        layout_q: where the sequences of q begin and end: a layout, or its offsets tensor ``[B + 1]``. Rows past the
+            last offset belong to no sequence; their output and gradients are 0.
+        layout_kv: the same for k and v; ``None``: they have the queries' layout (self-attention).
+        mask: ``Full()``, ``Causal()``, ``SlidingWindow(left, right)`` or ``BlockDiagonal(size)``.
+        activation: ``"softmax"``, the name of an element-wise function (``jagged_attn.activations.ELEMENTWISE``), or
+            a tuple with one name for each head.
+        scale: factor of the scores; ``None`` means ``D ** -0.5``, for every activation.
+        out_scale: factor of the output.
+        deterministic: make gradients repeatable bit for bit on one device;
+            ``torch.use_deterministic_algorithms(True)`` asks for the same.
+        return_lse: also return the rows' log-sum-exp; every head must be a softmax.
+        backend: ``"auto"``, or a name, which is run or refused, never replaced. See ``explain_backend``.
+
+    Returns:
+        ``[T_q, H, Dv]`` in v's dtype (the autocast dtype under autocast), contiguous; with ``return_lse=True`` also the
+        natural-log ``lse``, ``[T_q, H]``, fp32 (float64 for float64 inputs), -inf for rows without a key, not
+        differentiable.
+
+    Raises:
+        TypeError: an argument is the wrong kind of object.
+        ValueError: a shape, dtype, device, stride or number breaks the contract above; the message names the argument.
+        UnsupportedError: no backend runs this valid call; it carries each backend's reason.
+
+    Numerics: scores and sums accumulate in fp32 (float64 for float64 inputs). A row without an allowed key gives 0. One
+    sequence never affects another, not even by NaN. No call waits for the device. Not twice differentiable.
+
+    Source: Vaswani et al., arXiv 1706.03762, equation 1; for element-wise activations, PyTorch's posts on GDPA.
+
+    Example:
+        >>> layout = JaggedLayout.from_lengths(torch.tensor([3, 0, 2]))
+        >>> q, k, v = torch.randn(3, 5, 4, 8).unbind(0)  # five rows in all, H = 4, D = 8
+        >>> jagged_attention(q, k, v, layout, mask=Causal()).shape
+        torch.Size([5, 4, 8])
+    """
     layout_q = validation.as_layout("layout_q", layout_q)
     layout_kv = layout_q if layout_kv is None else validation.as_layout("layout_kv", layout_kv)
     return _attend(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic, return_lse, backend)
 
 
+@overload
+def broadcast_q_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout_kv: JaggedLayout | Tensor, *,
+    mask: Mask = ..., activation: str | Sequence[str] = ..., scale: float | None = ..., out_scale: float = ...,
+    deterministic: bool = ..., return_lse: Literal[False] = ..., backend: str = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def broadcast_q_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout_kv: JaggedLayout | Tensor, *,
+    mask: Mask = ..., activation: str | Sequence[str] = ..., scale: float | None = ..., out_scale: float = ...,
+    deterministic: bool = ..., return_lse: Literal[True], backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def broadcast_q_attention(
     q: Tensor,
     k: Tensor,
@@ -143,13 +212,48 @@ def broadcast_q_attention(
     layout_kv: JaggedLayout | Tensor,
     *,
     mask: Mask = _FULL,
-    activation: str | Sequence[str] = "softmax",
+    activation: str | Sequence[str] = SOFTMAX,
     scale: float | None = None,
     out_scale: float = 1.0,
     deterministic: bool = False,
     return_lse: bool = False,
-    backend: str = "auto",
-) -> Any:
+    backend: str = dispatch.AUTO,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of one set of queries, shared by the batch, to every sequence's keys.
+
+    ``O[b] = out_scale * act(scale * Q K_b^T) V_b``. The gradient of Q is summed over the batch in fp32; neither the
+    queries nor their gradient is ever materialised for each sequence, which is what the operation is for.
+
+    Args:
+        q: ``[S, H, D]``, the shared queries: learned seeds or candidate items.
+        k: ``[T_kv, H_kv, D]``.
+        v: ``[T_kv, H_kv, Dv]``.
+        layout_kv: where the sequences of k and v begin and end.
+        mask: as for ``jagged_attention``, with S queries in each sequence; not ``BlockDiagonal``.
+        activation: as for ``jagged_attention``.
+        scale: as for ``jagged_attention``.
+        out_scale: as for ``jagged_attention``.
+        deterministic: as for ``jagged_attention``.
+        return_lse: as for ``jagged_attention``.
+        backend: as for ``jagged_attention``.
+
+    Returns:
+        ``[B, S, H, Dv]``, contiguous; a sequence without keys gives 0 and adds nothing to Q's gradient. With
+        ``return_lse=True`` also ``lse``, ``[B, S, H]``.
+
+    Raises:
+        TypeError: as ``jagged_attention``.
+        ValueError: as ``jagged_attention``.
+        UnsupportedError: as ``jagged_attention``.
+
+    Source: the pooling by multi-head attention of Lee et al., arXiv 1810.00825, section 3.2.
+
+    Example:
+        >>> layout = JaggedLayout.from_lengths(torch.tensor([3, 0, 2]))
+        >>> seeds, history = torch.randn(7, 4, 8), torch.randn(5, 4, 8)
+        >>> broadcast_q_attention(seeds, history, history, layout).shape
+        torch.Size([3, 7, 4, 8])
+    """
     layout_kv = validation.as_layout("layout_kv", layout_kv)
     return _attend(q, k, v, None, layout_kv, mask, activation, scale, out_scale, deterministic, return_lse, backend)
 
@@ -162,17 +266,41 @@ def explain_backend(
     layout_kv: JaggedLayout | Tensor | None = None,
     *,
     mask: Mask = _FULL,
-    activation: str | Sequence[str] = "softmax",
+    activation: str | Sequence[str] = SOFTMAX,
     scale: float | None = None,
     out_scale: float = 1.0,
     deterministic: bool = False,
 ) -> tuple[BackendReport, ...]:
-    layouts = [
-        None if x is None else validation.as_layout(n, x) for n, x in (("layout_q", layout_q), ("layout_kv", layout_kv))
-    ]
-    if layouts[1] is None:
-        layouts[1] = layouts[0]
-    if layouts[1] is None:
-        raise TypeError("layout_kv must be given when layout_q is None (broadcast-Q).")
-    q, _, _, facts = _check(q, k, v, layouts[0], layouts[1], mask, activation, scale, out_scale, deterministic)
+    """What every backend says of a call, in the order in which ``backend="auto"`` asks them.
+
+    Args:
+        q: as for ``jagged_attention``; for ``broadcast_q_attention`` pass the shared queries and ``layout_q=None``.
+        k: as for the call.
+        v: as for the call.
+        layout_q: as for the call; ``None`` asks about ``broadcast_q_attention``.
+        layout_kv: as for the call.
+        mask: as for the call.
+        activation: as for the call.
+        scale: as for the call.
+        out_scale: as for the call.
+        deterministic: as for the call.
+
+    Returns:
+        A ``BackendReport`` for each backend: its name, and why it refuses, or ``None`` if it takes the call. It does
+        not raise for a refusal, only for a call that is wrong by itself.
+
+    Raises:
+        TypeError: as the call itself.
+        ValueError: as the call itself.
+
+    Example:
+        >>> layout = JaggedLayout.uniform(2, 3)
+        >>> q = torch.randn(6, 4, 8, dtype=torch.float64)
+        >>> {report.backend: report.supported for report in explain_backend(q, q, q, layout)}["eager"]
+        True
+    """
+    if layout_q is not None:
+        layout_q = validation.as_layout("layout_q", layout_q)
+    layout_kv = validation.as_layout("layout_kv", layout_q if layout_kv is None else layout_kv)
+    q, _, _, facts = _check(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic)
     return dispatch.explain(_make_spec(*facts), dispatch.arch_of(q.device))

@@ -1,5 +1,6 @@
 """``JaggedLayout``: where each sequence of a packed tensor begins and ends, and what is derived from that."""
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ class JaggedLayout:
     backward pass, reuse it; two layouts of one offsets tensor share it too.
 
     Args:
-        offsets: ``[B + 1]`` (``[0]`` counts as B = 0), int32 or int64, on the values' device, contiguous or not; first 0,
-            non-decreasing. Its values are not checked here, because that would wait for the device: kernels clamp
-            every bound to the rows that exist, and ``validate_sync`` raises.
+        offsets: ``[B + 1]``, int32 or int64, on the values' device; first 0, non-decreasing. Its values are not checked
+            here, because that would wait for the device: kernels clamp every bound to the rows that exist, and
+            ``validate_sync`` raises. A view with gaps is copied.
 
     Raises:
         TypeError: ``offsets`` is not a tensor.
@@ -44,6 +45,8 @@ class JaggedLayout:
             raise ValueError(f"offsets must be int32 or int64, got {self.offsets.dtype}.")
         if self.offsets.dim() != 1:
             raise ValueError(f"offsets must have one dimension, [B + 1], got shape {list(self.offsets.shape)}.")
+        if not self.offsets.is_contiguous():
+            object.__setattr__(self, "offsets", self.offsets.contiguous())
 
     @classmethod
     def from_lengths(cls, lengths: Tensor) -> "JaggedLayout":
@@ -88,12 +91,12 @@ class JaggedLayout:
             The layout itself.
 
         Raises:
-            ValueError: the first offset is not 0, an offset is less than the one before, or the last exceeds ``total_rows``.
+            ValueError: the first offset is not 0, one is less than the one before, or the last exceeds ``total_rows``.
         """
         offsets = self.offsets.tolist()
         if offsets and offsets[0] != 0:
             raise ValueError(f"offsets must begin with 0, got {offsets[0]}.")
-        for b, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for b, (start, end) in enumerate(itertools.pairwise(offsets)):
             if end < start:
                 raise ValueError(f"offsets must not decrease, got offsets[{b}] = {start} and offsets[{b + 1}] = {end}.")
         if total_rows is not None and offsets and offsets[-1] > total_rows:

@@ -11,7 +11,7 @@ from .masks import BlockDiagonal, Mask
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def as_layout(name: str, layout: JaggedLayout | Tensor) -> JaggedLayout:
+def as_layout(name: str, layout: object) -> JaggedLayout:
     """The layout that an argument gives, as a layout or as a plain offsets tensor."""
     if isinstance(layout, JaggedLayout):
         return layout
@@ -29,11 +29,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, query_rows: str) -> None:
         v: values.
         query_rows: ``"T_q"`` or ``"S"``.
     """
-    for name, x, shape in (
-        ("q", q, f"[{query_rows}, H, D]"),
-        ("k", k, "[T_kv, H_kv, D]"),
-        ("v", v, "[T_kv, H_kv, Dv]"),
-    ):
+    shapes = (f"[{query_rows}, H, D]", "[T_kv, H_kv, D]", "[T_kv, H_kv, Dv]")
+    for name, x, shape in zip("qkv", (q, k, v), shapes, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
         if x.dim() != 3:

@@ -64,9 +64,9 @@ class Geometry:
 class Launch(Protocol):
     """The operations. Every element of every returned tensor is written; all are freshly allocated and contiguous.
 
-    ``out``, ``dout``: ``[T_q, H, Dv]``, or ``[B, S, H, Dv]`` for broadcast-Q. ``lse``: fp32 (float64 for float64 inputs),
-    ``[T_q, H]`` or ``[B, S, H]``, natural logarithm, -inf for rows without a key; zero for element-wise heads; if no
-    head is a softmax, its last dimension is 0. q, k, v and dout may have any strides whose last is 1, dout any at all.
+    ``out``, ``dout``: ``[T_q, H, Dv]``, or ``[B, S, H, Dv]`` for broadcast-Q. ``lse``: fp32 (float64 for float64
+    inputs), ``[T_q, H]`` or ``[B, S, H]``, natural logarithm, -inf for rows without a key; any number for element-wise
+    heads; if no head is a softmax, its last dimension is 0. q, k and v have any strides whose last is 1, dout any.
     """
 
     def forward(

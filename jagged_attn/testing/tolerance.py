@@ -7,8 +7,8 @@ from torch import Tensor
 def tolerance(exact: Tensor, eager: Tensor) -> float:
     """The largest absolute error that a backend may have.
 
-    ``2 max|eager - exact| + eps max|exact|``: twice the error that ``eager`` has in the same dtype, plus one rounding of
-    the largest element to that dtype. Elements of ``exact`` that are not finite are left out.
+    ``2 max|eager - exact| + eps max|exact|``: twice the error that ``eager`` has in the same dtype, plus one rounding
+    of the largest element to that dtype. Elements of ``exact`` that are not finite are left out.
 
     Args:
         exact: the result in float64, from the same inputs (rounded to the dtype first).
@@ -41,5 +41,6 @@ def assert_within(name: str, actual: Tensor, exact: Tensor, eager: Tensor) -> No
     if not error.max().item() <= allowed:  # also when it is NaN
         bad = int((~(error <= allowed)).sum())
         raise AssertionError(
-            f"{name}: {bad} of {error.numel()} elements off; largest error {error.max().item():.3g}, allowed {allowed:.3g}"
+            f"{name}: {bad} of {error.numel()} elements off; "
+            f"largest error {error.max().item():.3g}, allowed {allowed:.3g}"
         )
