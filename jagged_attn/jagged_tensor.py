@@ -137,7 +137,7 @@ def layout_of(x: Jagged) -> JaggedLayout:
     """
     check_jagged("x", x)
     try:
-        offsets = x.offsets()
+        offsets = x.offsets()  # type: ignore[union-attr]
     except (AttributeError, NotImplementedError) as error:
         raise ImportError(f"TorchRec could not compute offsets from lengths. {_BROKEN}") from error
     return JaggedLayout(offsets)
@@ -146,7 +146,7 @@ def layout_of(x: Jagged) -> JaggedLayout:
 def with_values(x: J, values: Tensor) -> J:
     """A jagged tensor of the same kind and layout with other values.
 
-    It holds the very same offsets, lengths and weights objects as ``x``, so all layers of a stack that goes through here
+    It holds the very same offsets, lengths and weights objects as ``x``, so the layers of a stack that goes through here
     share one layout and what backends derive from it. Usable in a module that ``torch.fx`` traces.
 
     Args:
@@ -178,9 +178,7 @@ def _with_values(x: Any, values: Tensor) -> Any:
         raise ValueError(f"values must have the {x.values().shape[0]} rows of x, got {values.shape[0]}.")
     if _is_nested(x):
         return torch.nested.nested_tensor_from_jagged(values, offsets=layout.offsets)
-    return type(x)(
-        values=values, weights=x.weights_or_none(), lengths=x.lengths_or_none(), offsets=layout.offsets
-    )
+    return type(x)(values=values, weights=x.weights_or_none(), lengths=x.lengths_or_none(), offsets=layout.offsets)
 
 
 def to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTensorLike:

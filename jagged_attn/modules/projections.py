@@ -1,0 +1,181 @@
+"""The linear maps around an attention: what makes q, k and v of jagged inputs, and what they are initialised with."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..jagged_tensor import Jagged, values_of
+
+
+class Projection(nn.Linear):
+    """``nn.Linear`` with a weight of stacked blocks, each initialised as if it stood alone, and a bias that starts at 0.
+
+    ``y = x Wᵀ + b`` with ``W = [W_1; W_2; ...]``, block i being ``[block_sizes[i], in_features]`` and drawn from
+    ``xavier_uniform``. So a fused projection starts like separate ones.
+
+    Args:
+        in_features: columns of x.
+        block_sizes: rows of each block; their sum is ``out_features``.
+        bias: whether there is a bias.
+        device: where the parameters are made; ``"meta"`` makes none until ``to_empty`` and ``reset_parameters``.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self, in_features: int, block_sizes: Sequence[int], bias: bool = True, device: Any = None, dtype: Any = None
+    ) -> None:
+        self.block_sizes = tuple(block_sizes)
+        super().__init__(in_features, sum(self.block_sizes), bias=bias, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw each block anew and set the bias to 0."""
+        for block in self.weight.split(self.block_sizes):
+            nn.init.xavier_uniform_(block)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class OutProjection(nn.Linear):
+    """``nn.Linear`` whose bias starts at 0, as the output projection of ``nn.MultiheadAttention`` does."""
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight as ``nn.Linear`` does and set the bias to 0."""
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm over each head's D: ``y = x / sqrt(mean(x²) + eps) · w``, one ``w [D]`` for all heads.
+
+    The result has the dtype of x: autocast runs norms in fp32, and an fp32 q beside a bf16 v would send the whole
+    attention to fp32.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x [..., D]``; same shape and dtype."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
+
+
+class InProjection(nn.Module):
+    """q, k and v of jagged queries, keys and values.
+
+    One weight ``[(H + 2 H_kv) D, E]`` holds the three maps when their inputs are equally wide, and self-attention then
+    applies it at once: q, k and v are views of one ``[T, (H + 2 H_kv) D]`` result. Otherwise there are three weights.
+
+    Args:
+        embed_dim: E, columns of the queries.
+        kdim: columns of the keys.
+        vdim: columns of the values.
+        num_heads: H.
+        num_kv_heads: H_kv.
+        head_dim: D.
+        bias: whether there is a bias.
+        device: where the parameters are made.
+        dtype: of the parameters.
+
+    Attributes:
+        weight: ``[(H + 2 H_kv) D, E]``, or None.
+        q_weight, k_weight, v_weight: ``[H D, E]``, ``[H_kv D, kdim]``, ``[H_kv D, vdim]``, or None.
+        bias: ``[(H + 2 H_kv) D]``, or None.
+    """
+
+    weight: Tensor | None
+    q_weight: Tensor
+    k_weight: Tensor
+    v_weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, embed_dim: int, kdim: int, vdim: int, num_heads: int, num_kv_heads: int, head_dim: int,
+        bias: bool = True, device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.widths = (embed_dim, kdim, vdim)
+        self.head_dim = head_dim
+        self.block_sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        is_fused = embed_dim == kdim == vdim
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.register_parameter("weight", parameter(sum(self.block_sizes), embed_dim) if is_fused else None)
+        for name, rows, width in zip("qkv", self.block_sizes, self.widths, strict=True):
+            self.register_parameter(f"{name}_weight", None if is_fused else parameter(rows, width))
+        self.register_parameter("bias", parameter(sum(self.block_sizes)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the maps of q, k and v from ``xavier_uniform``, each on its own, and set the bias to 0."""
+        for block in self._weights():
+            nn.init.xavier_uniform_(block)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        if self.weight is not None:
+            return self.weight.split(self.block_sizes)
+        return (self.q_weight, self.k_weight, self.v_weight)
+
+    def forward(self, query: Jagged, key: Jagged | None = None, value: Jagged | None = None) -> tuple[Tensor, ...]:
+        """Project.
+
+        Args:
+            query: values ``[T_q, E]``.
+            key: values ``[T_kv, kdim]``; None: the query.
+            value: values ``[T_kv, vdim]`` in the key's layout; None: the key.
+
+        Returns:
+            q ``[T_q, H, D]``, k and v ``[T_kv, H_kv, D]``.
+        """
+        weights = (self.weight, self.q_weight, self.k_weight, self.v_weight)
+        return _project(query, key, value, weights, self.bias, self.block_sizes, self.widths, self.head_dim)
+
+    def extra_repr(self) -> str:
+        """The widths of the inputs and of the three results."""
+        return f"widths={self.widths}, block_sizes={self.block_sizes}, bias={self.bias is not None}"
+
+
+@torch.fx.wrap
+def _project(
+    query: Any, key: Any, value: Any, weights: Sequence[Tensor | None], bias: Tensor | None,
+    block_sizes: Sequence[int], widths: Sequence[int], head_dim: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if key is None and value is not None:
+        raise ValueError("value must be None unless key is given, got a value without a key.")
+    key = query if key is None else key
+    value = key if value is None else value
+    fused, *separate = weights
+    starts = (0, *accumulate(block_sizes))
+    out: list[Tensor] = []
+    for first, last in _runs(query, key, value, fused is not None):
+        name, x = (("query", query), ("key", key), ("value", value))[first]
+        values = values_of(name, x, widths[first])
+        rows = slice(starts[first], starts[last])
+        weight = cast(Tensor, separate[first] if fused is None else fused[rows])
+        check_dtype(name, values, weight)
+        y = F.linear(values, weight, None if bias is None else bias[rows])
+        out.extend(y.split([*block_sizes[first:last]], dim=-1))
+    return tuple(y.unflatten(-1, (-1, head_dim)) for y in out)
+
+
+def _runs(query: Any, key: Any, value: Any, is_fused: bool) -> tuple[tuple[int, int], ...]:
+    """Which of the three maps have the same input and can be applied at once, as ranges of (q, k, v)."""
+    if is_fused and query is key and key is value:
+        return ((0, 3),)
+    if is_fused and key is value:
+        return ((0, 1), (1, 3))
+    return ((0, 1), (1, 2), (2, 3))
+
+
+def check_dtype(name: str, values: Tensor, weight: Tensor) -> None:
+    """Raise unless a linear map takes the values: its weight's dtype, or any under autocast, which casts both."""
+    if values.dtype != weight.dtype and not torch.is_autocast_enabled(values.device.type):
+        raise ValueError(
+            f"{name} must have values of the module's dtype {weight.dtype}, got {values.dtype}; convert one of the two "
+            "or run under torch.autocast."
+        )
