@@ -10,7 +10,9 @@ The static facts of a call travel as strings and numbers, so that a graph dump r
 object of ours. A backend's kernels are imported when an operator executes, never before.
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,19 @@ _library.define(
 _library.define(
     "tile_table(Tensor offsets, Tensor cost_offsets, SymInt total_rows, SymInt cost_rows, int block) -> Tensor"
 )
+
+
+def _outside_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel with autocast off: its inputs are cast already, and what it accumulates must stay in fp32."""
+
+    @wraps(kernel)
+    def run(first: Tensor, *args: Any) -> Any:
+        if not torch.is_autocast_enabled(first.device.type):
+            return kernel(first, *args)
+        with torch.autocast(first.device.type, enabled=False):
+            return kernel(first, *args)
+
+    return run
 
 
 @lru_cache(maxsize=4096)
@@ -100,8 +115,8 @@ def _tile_table_fake(offsets: Tensor, cost_offsets: Tensor, total_rows: int, cos
 
 
 for _name, _kernel, _fake in (
-    ("attention", _attention, _attention_fake),
-    ("attention_backward", _attention_backward, _attention_backward_fake),
+    ("attention", _outside_autocast(_attention), _attention_fake),
+    ("attention_backward", _outside_autocast(_attention_backward), _attention_backward_fake),
     ("tile_table", build_tile_table, _tile_table_fake),
 ):
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
