@@ -64,21 +64,29 @@ def check_jagged(name: str, x: object) -> None:
 
     Raises:
         TypeError: ``x`` is something else; the message says how to get a jagged tensor from it where that is known.
-        ValueError: its lengths or offsets are on another device than its values, or it is a nested tensor that is not
-            ``[B, *, E]`` with contiguous rows.
+        ValueError: its lengths or offsets are on another device than its values or neither int32 nor int64, or it is a
+            nested tensor that is not ``[B, *, E]`` with contiguous rows.
     """
     if _is_nested(x):
         _check_nested(name, x)
     elif _is_torchrec(x):
-        values, parts = x.values(), (("offsets", x.offsets_or_none()), ("lengths", x.lengths_or_none()))  # type: ignore[attr-defined]
-        for part, tensor in parts:
-            if tensor is not None and tensor.device != values.device:
-                raise ValueError(
-                    f"{name} must have its {part} on the device of its values, got values on {values.device} and "
-                    f"{part} on {tensor.device}; move it as a whole with {name}.to(device)."
-                )
+        _check_torchrec(name, x)
     else:
         raise TypeError(f"{name} must be a torchrec.JaggedTensor, got {type(x).__name__}{_hint(x)}.")
+
+
+def _check_torchrec(name: str, x: Any) -> None:
+    device = x.values().device
+    for part, tensor in (("offsets", x.offsets_or_none()), ("lengths", x.lengths_or_none())):
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} must have its {part} on the device of its values, got values on {device} and {part} on "
+                f"{tensor.device}; move it as a whole with {name}.to(device)."
+            )
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must have int32 or int64 {part}, got {tensor.dtype}.")
 
 
 def _check_nested(name: str, x: Any) -> None:
@@ -132,7 +140,7 @@ def layout_of(x: Jagged) -> JaggedLayout:
 
     Raises:
         TypeError: ``x`` is not jagged.
-        ValueError: its parts lie on several devices, or its offsets are neither int32 nor int64.
+        ValueError: see ``check_jagged``.
         ImportError: its offsets have to be computed and fbgemm, which TorchRec does that with, does not work.
     """
     check_jagged("x", x)
@@ -146,8 +154,8 @@ def layout_of(x: Jagged) -> JaggedLayout:
 def with_values(x: J, values: Tensor) -> J:
     """A jagged tensor of the same kind and layout with other values.
 
-    It holds the very same offsets, lengths and weights objects as ``x``, so the layers of a stack that goes through here
-    share one layout and what backends derive from it. Usable in a module that ``torch.fx`` traces.
+    It holds the very same offsets, lengths and weights objects as ``x``, so the layers of a stack that goes through
+    here share one layout and what backends derive from it. Usable in a module that ``torch.fx`` traces.
 
     Args:
         x: a TorchRec ``JaggedTensor`` or a jagged nested tensor.
@@ -173,12 +181,12 @@ def with_values(x: J, values: Tensor) -> J:
 # torch.fx patches a wrapped function in the module that defines it, so a public function of one line calls it there.
 @torch.fx.wrap
 def _with_values(x: Any, values: Tensor) -> Any:
-    layout = layout_of(x)
+    check_jagged("x", x)
     if values.shape[0] != x.values().shape[0]:
         raise ValueError(f"values must have the {x.values().shape[0]} rows of x, got {values.shape[0]}.")
     if _is_nested(x):
-        return torch.nested.nested_tensor_from_jagged(values, offsets=layout.offsets)
-    return type(x)(values=values, weights=x.weights_or_none(), lengths=x.lengths_or_none(), offsets=layout.offsets)
+        return torch.nested.nested_tensor_from_jagged(values, offsets=x.offsets())
+    return type(x)(values=values, weights=x.weights_or_none(), lengths=x.lengths_or_none(), offsets=x.offsets())
 
 
 def to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTensorLike:

@@ -12,7 +12,7 @@ from ..jagged_tensor import Jagged, values_of
 
 
 class Projection(nn.Linear):
-    """``nn.Linear`` with a weight of stacked blocks, each initialised as if it stood alone, and a bias that starts at 0.
+    """``nn.Linear`` with a weight of stacked blocks, each initialised as if it stood alone, and a bias that starts 0.
 
     ``y = x Wᵀ + b`` with ``W = [W_1; W_2; ...]``, block i being ``[block_sizes[i], in_features]`` and drawn from
     ``xavier_uniform``. So a fused projection starts like separate ones.
