@@ -1,0 +1,1 @@
+"""Small TLX kernels, written for the emulator's tests."""
