@@ -1,0 +1,121 @@
+"""The gate in front of every speed: is the result right?
+
+Output and gradients are compared with the ``reference`` backend in float64, sequence by sequence. What is allowed is
+``testing.tolerance``, with the ``reference`` backend in the problem's own dtype as the yardstick: ``eager`` cannot be,
+since it stands at this gate itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..testing.tolerance import tolerance
+from .problem import Problem, Solution
+
+# One tolerance for all sequences would be set by the shortest, whose outputs and gradients are the largest.
+_GROUP = 8
+
+
+@dataclass
+class Verdict:
+    """What the gate says of one solution.
+
+    Attributes:
+        worst: for each tensor, its largest error as a fraction of what is allowed.
+        faults: what is wrong, in words.
+    """
+
+    worst: dict[str, float] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every tensor was compared and is right."""
+        return not self.faults and set(self.worst) == set(Solution._fields)
+
+    def compare(self, name: str, actual: Tensor, exact: Tensor, yardstick: Tensor, where: str) -> None:
+        """Take one tensor into account."""
+        error = (actual.double() - exact).abs().max().item() if exact.numel() else 0.0
+        allowed = tolerance(exact, yardstick)
+        # Where nothing is allowed, only no error passes; NaN passes nowhere.
+        ratio = error / allowed if allowed else (0.0 if error == 0.0 else float("inf"))
+        self.worst[name] = max(self.worst.get(name, 0.0), ratio if ratio == ratio else float("inf"))
+        if not error <= allowed:
+            self.faults.append(f"{name} of {where} is off by {error:.2e}, allowed {allowed:.2e}")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Some sequences, with the float64 result and the yardstick's."""
+
+    sequences: Tensor
+    exact: Solution
+    yardstick: Solution
+    where: str
+
+
+class Gate:
+    """Judges solutions of one problem.
+
+    Args:
+        problem: the problem.
+        sample: sequences to compare: the shortest and longest, the first and the last, the rest spread evenly. In
+            broadcast-Q all are compared, because the query gradient sums over all of them.
+    """
+
+    def __init__(self, problem: Problem, sample: int) -> None:
+        self.problem = problem
+        self._groups = [_solve_group(problem, sequences) for sequences in _groups(problem, sample)]
+
+    def judge(self, solution: Solution) -> Verdict:
+        """Compare a solution of the whole problem."""
+        verdict = Verdict()
+        self._check_form(solution, verdict)
+        if verdict.faults:
+            return verdict
+        for group in self._groups:
+            actual = self.problem.take_solution(solution, group.sequences)
+            for name, a, e, y in zip(Solution._fields, actual, group.exact, group.yardstick, strict=True):
+                if not (self.problem.is_broadcast and name == "dq"):
+                    verdict.compare(name, a, e, y, group.where)
+        if self.problem.is_broadcast:
+            exact = torch.stack([group.exact.dq for group in self._groups]).sum(0)
+            yardstick = torch.stack([group.yardstick.dq.double() for group in self._groups]).sum(0)
+            verdict.compare("dq", solution.dq, exact, yardstick.to(solution.dq.dtype), "the batch")
+        return verdict
+
+    def _check_form(self, solution: Solution, verdict: Verdict) -> None:
+        x = self.problem.inputs
+        for name, actual, like in zip(Solution._fields, solution, (x.dout, x.q, x.k, x.v), strict=True):
+            if actual.shape != like.shape or actual.dtype != like.dtype:
+                verdict.faults.append(
+                    f"{name} is {actual.dtype} {list(actual.shape)} instead of {like.dtype} {list(like.shape)}"
+                )
+            elif not actual.isfinite().all():
+                verdict.faults.append(f"{name} has elements that are not finite")
+
+
+def _groups(problem: Problem, sample: int) -> Iterator[Tensor]:
+    """Sequences to compare, in groups of similar length."""
+    order = problem.lengths_kv.argsort(stable=True)
+    if not problem.is_broadcast and problem.batch > sample:
+        spread = torch.linspace(0, problem.batch - 1, max(sample - 2 * _GROUP, 2)).round().long()
+        chosen = torch.cat([order[:_GROUP], order[-_GROUP:], spread]).unique()
+        order = chosen[problem.lengths_kv[chosen].argsort(stable=True)]
+    yield from order.split(_GROUP)
+
+
+def _solve_group(problem: Problem, sequences: Tensor) -> _Group:
+    part = problem.take(sequences)
+    lengths = part.lengths_kv
+    where = f"{len(sequences)} sequences of {int(lengths.min())} to {int(lengths.max())} keys"
+    return _Group(sequences, part.to(torch.float64).solve("reference"), part.solve("reference"), where)
+
+
+def poison(problem: Problem) -> None:
+    """Leave NaN in freed memory of the results' sizes, so that an element nobody writes is likely to be seen."""
+    x = problem.inputs
+    poisoned = [torch.full_like(tensor, torch.nan) for tensor in (x.dout, x.q, x.k, x.v)]
+    del poisoned
