@@ -5,6 +5,7 @@ See ``docs/emulator.md`` for what is modelled and what is not.
 
 from .errors import EmulatorError as EmulatorError
 from .errors import Verdict as Verdict
+from .parameters import HOUSE_RULES as HOUSE_RULES
 from .parameters import NO_CHECKS as NO_CHECKS
 from .parameters import Checks as Checks
 from .run import Launch as Launch

@@ -89,6 +89,7 @@ def async_descriptor_store(
     if how not in ("", "add", "min", "max", "and", "or", "xor"):
         raise run.fail(Verdict.SHAPE, f"store_reduce {how!r}")
     box = desc.box(offsets)
+    run.compiler_fence()
     op, written = _store_op(source)
     desc.record(op, box, True, bool(how), written)
     op.action = lambda: desc.reduce(box, source.data, how)

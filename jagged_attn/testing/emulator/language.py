@@ -18,6 +18,7 @@ from .machine import machine
 from .memory import CLUSTER, SMEM, TMEM, ReuseGroup
 from .numerics import decode, encode, np_dtype, tensor, unwrap
 from .parameters import THREADS_PER_WARP
+from .scalars import integer
 
 
 class _Storage:
@@ -198,7 +199,7 @@ def tl_range(*bounds: Any, **options: Any) -> range:
 def loop(values: Any) -> Iterator[Any]:
     """Loop values of a dynamic loop: int32 scalars, with Triton's arithmetic rather than Python's."""
     for value in values:
-        yield tensor(np.array(value, np.int32), tl.int32) if isinstance(value, int) else value
+        yield integer(value) if type(value) is int else value
 
 
 _OVERRIDES: dict[str, Any] = {

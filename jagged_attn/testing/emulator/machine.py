@@ -231,12 +231,18 @@ class Machine:
         """An error that names the running task and line."""
         return EmulatorError(verdict, f"{self.here()}: {text}")
 
-    def access(self, buffer: Buffer, write: bool, generic: bool = True) -> None:
+    def access(self, buffer: Buffer, write: bool) -> None:
         """Check and record an access by the running task."""
         task, history = self.running, buffer.arena.history
         where = f"{self.here()} ({buffer.name})"
-        record = Access(task.number, task.clock.tasks[task.number], 0, write, False, generic, where)
-        (history.write if write else history.read)(buffer.arena.cells(buffer.data), record, task.clock)
+        record = Access(task.number, task.clock.tasks[task.number], 0, write, False, True, where)
+        cells = buffer.arena.cells(buffer.data)
+        if write:
+            history.write(cells, record, task.clock)
+        else:
+            # Loads from tensor memory may find poison: rescaling an accumulator that the next product overwrites is in
+            # use. Poison that is stored again does not count as written, see ``local_store``.
+            history.read(cells, record, task.clock, tolerant=buffer.storage == TMEM)
 
     def issue(self, kind: str, ctas: list[Cta], clock: Clock, queue: Hashable = None) -> Op:
         """Make an operation of the running task; ``submit`` it once its action is set."""
@@ -244,6 +250,11 @@ class Machine:
         self._op_names[op.number] = op.where
         self.op_counts[kind] = self.op_counts.get(kind, 0) + 1
         return op
+
+    def compiler_fence(self) -> None:
+        """The proxy fence that the compiler puts before what the running task is about to issue."""
+        if self.checks.compiler_fences:
+            self.running.clock.fence()
 
     def submit(self, op: Op) -> None:
         """Queue an operation."""

@@ -55,6 +55,7 @@ def _wgmma(A: Any, B: Buffer, acc: tl.tensor | None) -> tl.tensor:
     m, n = int(unwrap(A.shape[0])), B.shape[1]
     if m % 64 or n % 8 or n > 256 * task.warps // 4:
         raise run.fail(Verdict.SHAPE, f"a wgmma of {m} rows and {n} columns")
+    run.compiler_fence()
     op = run.issue("wgmma", [task.cta], task.release(), ("wgmma", task.number))
     for operand in (A, B):
         if isinstance(operand, Buffer):
@@ -155,6 +156,7 @@ def _tcgen05(A: Any, B: Buffer, acc: Buffer, use_acc: Any, barriers: list[Mbarri
 def _queue_op(run: Any, ctas: list[Cta], acc: Buffer) -> Op:
     """A product, ordered after earlier ones of its queue."""
     cta = ctas[0]
+    run.compiler_fence()
     op: Op = run.issue("mma", ctas, run.running.release(), ("tcgen05", cta.index))
     if not run.checks.strict_mma:
         op.clock.join(cta.queue_clock)

@@ -6,7 +6,6 @@ converts. Here every bf16 operation goes through fp32 and rounds to nearest even
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,15 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 Handle = interpreter.TensorHandle
-np_dtype: Callable[[Any], np.dtype] = interpreter._get_np_dtype
+_NUMPY: dict[str, np.dtype] = {}
+
+
+def np_dtype(dtype: Any) -> np.dtype:
+    """How numpy stores a Triton element type."""
+    name = str(dtype)
+    if name not in _NUMPY:
+        _NUMPY[name] = interpreter._get_np_dtype(dtype)
+    return _NUMPY[name]
 
 
 def unwrap(value: Any) -> Any:
@@ -70,8 +77,24 @@ def encode(x: np.ndarray, dtype: tl.dtype) -> np.ndarray:
 def tensor(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
     """A register tensor (or scalar) of Triton's interpreter."""
     data = np.asarray(data)
-    kind = tl.block_type(dtype, list(data.shape)) if data.ndim else dtype
-    return tl.tensor(Handle(data if data.ndim else data.reshape(1), dtype), kind)
+    return fast_tensor(data if data.ndim else data.reshape(1), dtype, data.shape)
+
+
+_TEMPLATES: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+
+def fast_tensor(data: np.ndarray, dtype: tl.dtype, shape: tuple[int, ...]) -> tl.tensor:
+    """A tensor over ``data``, without the type objects and checks that Triton makes anew each time."""
+    key = (dtype.name, shape)
+    if key not in _TEMPLATES:
+        made = tl.tensor(None, tl.block_type(dtype, list(shape)) if shape else dtype)
+        _TEMPLATES[key] = {k: v for k, v in vars(made).items() if k != "handle"}
+    handle = object.__new__(Handle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    new = object.__new__(tl.tensor)
+    new.__dict__.update(_TEMPLATES[key])
+    new.handle = handle
+    return new
 
 
 class PendingHandle(Handle):

@@ -32,6 +32,8 @@ class Checks:
     Args:
         races: Happens-before for shared, tensor and global memory.
         fences: Proxy fences between generic writes and async-proxy reads of shared memory.
+        compiler_fences: Count the fence that fbtriton puts before every TMA store and every product whose shared memory is
+            written generically (seen in its PTX, 3.7.4). Off, the source has to have its own: the rule of this library.
         unwritten: Reads of memory that nothing wrote.
         laps: A barrier that ran ahead of a waiter.
         exits: Work in flight and barriers half full when a CTA ends.
@@ -43,6 +45,7 @@ class Checks:
 
     races: bool = True
     fences: bool = True
+    compiler_fences: bool = True
     unwritten: bool = True
     laps: bool = True
     exits: bool = True
@@ -51,4 +54,6 @@ class Checks:
     overflow: bool = False
 
 
+# What kernels of this library are held to.
+HOUSE_RULES = Checks(compiler_fences=False)
 NO_CHECKS = Checks(races=False, fences=False, unwritten=False, laps=False, exits=False, budgets=False)

@@ -48,9 +48,12 @@ class History:
         self._records: list[Access | None] = [None, None]
         self._sets: list[tuple[int, ...]] = [()]
 
-    def read(self, cells: Any, access: Access, clock: Clock) -> None:
-        """Check and record a read of ``cells`` (anything that indexes a flat array)."""
-        self._check_last_writes(cells, access, clock)
+    def read(self, cells: Any, access: Access, clock: Clock, tolerant: bool = False) -> None:
+        """Check and record a read of ``cells`` (anything that indexes a flat array).
+
+        A ``tolerant`` read may find cells that nothing has written: it gets poison.
+        """
+        self._check_last_writes(cells, access, clock, tolerant)
         self._add_reader(cells, access, clock)
 
     def write(self, cells: Any, access: Access, clock: Clock) -> None:
@@ -84,7 +87,7 @@ class History:
             empty &= ~self.reduced
         return np.flatnonzero(empty)
 
-    def _check_last_writes(self, cells: Any, access: Access, clock: Clock) -> None:
+    def _check_last_writes(self, cells: Any, access: Access, clock: Clock, tolerant: bool = False) -> None:
         for number in _distinct(self.writer[cells]):
             other = self._records[number]
             if other is not None:
@@ -93,7 +96,7 @@ class History:
                 if self.once and access.write and not access.atomic:
                     text = f"{self.name}: {access.where} writes again what {other.where} has written"
                     raise EmulatorError(Verdict.OVERWRITTEN, text)
-            elif number == NOBODY and not access.write and self.checks.unwritten and not self._reduced(cells):
+            elif number == NOBODY and not (access.write or tolerant) and self.checks.unwritten and not self._reduced(cells):
                 text = f"{self.name}: {access.where} reads what nothing has written"
                 raise EmulatorError(Verdict.UNWRITTEN, text)
 

@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 from .errors import EmulatorError, Verdict
 from .language import BUILTINS, PTX_HELPERS, TLX, ModuleProxy, loop, triton_language
 from .machine import KERNEL_FILES
+from .memory import Buffer
+from .scalars import integer
 from .task_ops import TaskList, capture, run_tasks
 
 _TLX_MODULE = "triton.language.extra.tlx"
@@ -40,8 +42,10 @@ class Runtime:
     @staticmethod
     def assign(value: Any) -> Any:
         """A number that is assigned becomes a scalar tensor, as in Triton."""
-        if isinstance(value, tl.tensor):
+        if isinstance(value, tl.tensor | Buffer | tuple):
             return value
+        if type(value) is int and -(2**31) <= value < 2**31:
+            return integer(value)
         return interpreter.interpreter_semantic.to_tensor(value, False)
 
 

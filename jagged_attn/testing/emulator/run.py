@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from . import scalars
 from .clocks import Clock
 from .errors import EmulatorError, Verdict
 from .global_memory import GlobalMemory
@@ -311,6 +312,8 @@ def _patched(builder: Builder) -> Iterator[None]:
     module.interpreter_builder, module.interpreter_semantic = builder, semantic(builder)
     # `_patch_lang` reads only the modules that a function sees.
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    if not builder.options.sanitize_overflow:
+        scalars.install(scope)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A Hopper matmul for the emulator's tests: TMA ring, one or two wgmma consumers, TMA store."""
+"""A persistent Hopper matmul: TMA ring, wgmma consumers, one TMA store of what the consumers staged together."""
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ def _load(desc_a, desc_b, a_tiles, b_tiles, full, empty, tiles, n_tiles, steps, 
 
 
 @triton.jit
-def _mma(desc_c, a_tiles, b_tiles, c_tiles, full, empty, tiles, n_tiles, steps, BM: tl.constexpr, BN: tl.constexpr,
+def _mma(desc_c, a_tiles, b_tiles, c_tile, full, empty, tiles, n_tiles, steps, BM: tl.constexpr, BN: tl.constexpr,
          BK: tl.constexpr, STAGES: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     g: tl.constexpr = tlx.async_task_replica_id()
     count = 0
@@ -53,12 +53,17 @@ def _mma(desc_c, a_tiles, b_tiles, c_tiles, full, empty, tiles, n_tiles, steps, 
         acc = tlx.async_dot_wait(0, acc)
         last, _ = _slot(count - 1, STAGES)
         tlx.barrier_arrive(empty[last], 1)
-        # The store of the tile before has to have read the staging buffer.
-        tlx.async_descriptor_store_wait(0)
-        tlx.local_store(c_tiles[g], acc.to(tl.bfloat16))
+        # Group 0 stores for all: its store of the tile before has to have read the staging buffer.
+        if g == 0:
+            tlx.async_descriptor_store_wait(0)
+        tlx.named_barrier_wait(9, 128 * GROUPS)
+        tlx.local_store(tlx.local_slice(c_tile[0], [g * BM, 0], [BM, BN]), acc.to(tl.bfloat16))
         tlx.fence("async_shared")
-        tlx.async_descriptor_store(desc_c, c_tiles[g], [m + g * BM, n])
-    tlx.async_descriptor_store_wait(0)
+        tlx.named_barrier_wait(10, 128 * GROUPS)
+        if g == 0:
+            tlx.async_descriptor_store(desc_c, c_tile[0], [m, n])
+    if g == 0:
+        tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit
@@ -70,10 +75,12 @@ def matmul(desc_a, desc_b, desc_c, m_tiles, n_tiles, steps, BM: tl.constexpr, BN
     |---|---|---|---|
     | full | 1 + bytes | load | mma |
     | empty | GROUPS | each mma group | load |
+    | named 9 | 128 GROUPS threads | group 0 after its store has read the staging buffer, the others | all |
+    | named 10 | 128 GROUPS threads | each group, its rows staged | all |
     """
     a_tiles = tlx.local_alloc((BM, BK), tl.bfloat16, STAGES * GROUPS)
     b_tiles = tlx.local_alloc((BK, BN), tl.bfloat16, STAGES)
-    c_tiles = tlx.local_alloc((BM, BN), tl.bfloat16, GROUPS)
+    c_tile = tlx.local_alloc((BM * GROUPS, BN), tl.bfloat16, 1)
     full = tlx.alloc_barriers(STAGES)
     empty = tlx.alloc_barriers(STAGES, GROUPS)
     tiles = m_tiles * n_tiles
@@ -81,4 +88,4 @@ def matmul(desc_a, desc_b, desc_c, m_tiles, n_tiles, steps, BM: tl.constexpr, BN
         with tlx.async_task("default"):
             _load(desc_a, desc_b, a_tiles, b_tiles, full, empty, tiles, n_tiles, steps, BM, BN, BK, STAGES, GROUPS)
         with tlx.async_task(num_warps=4, registers=232, replicate=GROUPS):
-            _mma(desc_c, a_tiles, b_tiles, c_tiles, full, empty, tiles, n_tiles, steps, BM, BN, BK, STAGES, GROUPS)
+            _mma(desc_c, a_tiles, b_tiles, c_tile, full, empty, tiles, n_tiles, steps, BM, BN, BK, STAGES, GROUPS)

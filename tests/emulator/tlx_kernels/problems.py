@@ -67,7 +67,7 @@ def matmul_problem(device: str = "cpu", groups: int = 2, steps: int = 5, ctas: i
     arguments = {
         "desc_a": describe(a, [bm, bk]),
         "desc_b": describe(b, [bk, bn]),
-        "desc_c": describe(c, [bm, bn]),
+        "desc_c": describe(c, [bm * groups, bn]),
         "m_tiles": 2,
         "n_tiles": 2,
         "steps": steps,
