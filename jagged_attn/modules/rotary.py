@@ -1,0 +1,299 @@
+"""Rotary embedding of positions and time gaps (ROTE) over packed rows, and the self-attention that uses it."""
+
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import jagged_attention
+from ..jagged_tensor import Jagged, is_jagged, layout_of, with_values
+from ..layout import row_bounds
+from ..masks import Full, Mask
+from .options import AttentionOptions, Heads
+from .projections import InProjection, OutProjection
+
+Gap = Literal["previous", "to_last"]
+Combine = Literal["sum", "split"]
+
+_FULL = Full()
+SECONDS_A_DAY = 86_400.0
+
+
+class RotaryTemporalEmbedding(nn.Module):
+    """Angles by which queries and keys are rotated, from each row's position and time gap; no parameters.
+
+    Row t of a sequence, with timestamp ``s_t`` and frequencies ``ω_j = base^(-2j / D)``, ``j = 0 .. D/2 - 1``, gets::
+
+        τ_t  = log(1 + gap_t / time_scale)
+        θ_tj = (t + τ_t) ω_j                             combine="sum"
+        θ_tj = t ω_j for j < D/4, τ_t ω_(j - D/4) else   combine="split"
+        θ_tj = t ω_j                                     without timestamps
+
+    ``rotate`` then turns each pair of columns ``(j, j + D/2)`` of q and k by ``θ_tj``.
+
+    Args:
+        head_dim: D, even; a multiple of 4 with ``combine="split"``.
+        base: of the frequencies.
+        time_scale: the gap at which the logarithm begins to bend, in the unit of the timestamps; a day in seconds.
+        gap: ``"previous"``: to the event before, 0 for a sequence's first; ``"to_last"``: to the sequence's last event.
+        combine: how positions and gaps share the frequencies. Sources say that they are combined, not how: the
+            default is ours.
+
+    Raises:
+        TypeError: ``head_dim`` is not an int.
+        ValueError: ``head_dim`` is not a positive even number (or multiple of 4), ``base`` or ``time_scale`` is not a
+            positive number, or ``gap`` or ``combine`` is not known.
+
+    Source: Su et al., arXiv 2104.09864, for the rotation; readings of arXiv 2602.10016 for the logarithm of the gap,
+    the scale and the base; one reading for the gap to the event before.
+
+    Example:
+        >>> from torchrec import JaggedTensor
+        >>> x = JaggedTensor(torch.randn(5, 8), lengths=torch.tensor([2, 0, 3]))
+        >>> RotaryTemporalEmbedding(head_dim=4)(x, torch.tensor([10, 70, 5, 5, 900])).shape
+        torch.Size([2, 5, 2])
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10_000.0,
+        time_scale: float = SECONDS_A_DAY,
+        gap: Gap = "previous",
+        combine: Combine = "sum",
+    ) -> None:
+        super().__init__()
+        for name, value, known in (("gap", gap, get_args(Gap)), ("combine", combine, get_args(Combine))):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        if not isinstance(head_dim, int) or isinstance(head_dim, bool):
+            raise TypeError(f"head_dim must be an int, got {head_dim!r}.")
+        divisor = 4 if combine == "split" else 2
+        if head_dim < 1 or head_dim % divisor:
+            raise ValueError(f"head_dim must be a positive multiple of {divisor}, got {head_dim}.")
+        for name, number in (("base", base), ("time_scale", time_scale)):
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} must be a positive number, got {number}.")
+        self.head_dim, self.base, self.time_scale = head_dim, base, time_scale
+        self.gap: Gap = gap
+        self.combine: Combine = combine
+
+    def forward(self, x: Jagged, timestamps: Jagged | Tensor | None = None) -> Tensor:
+        """Cosines and sines of the angles; once for all layers and heads of a stack.
+
+        Args:
+            x: a jagged tensor; its layout counts, and its values' dtype and device.
+            timestamps: ``[T]``, one a row of ``x``, int32, int64, float32 or float64, ascending in each sequence; or a
+                jagged tensor of such values. Differences are taken in their own dtype: give integers or float64 for
+                seconds since 1970.
+
+        Returns:
+            ``[2, T, D/2]``, fp32 (float64 for float64 values).
+
+        Raises:
+            TypeError: ``x`` is not jagged, or the timestamps are not a tensor.
+            ValueError: the timestamps' shape, dtype or device is wrong. On a CPU also when they descend in a sequence;
+                on other devices, where looking would wait, a negative gap counts as 0 (``validate_timestamps_sync``).
+        """
+        return _rotation(x, timestamps, self.head_dim, self.base, self.time_scale, self.gap, self.combine)
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        return (
+            f"head_dim={self.head_dim}, base={self.base}, time_scale={self.time_scale}, gap={self.gap!r}, "
+            f"combine={self.combine!r}"
+        )
+
+
+def validate_timestamps_sync(x: Jagged, timestamps: Tensor) -> None:
+    """Raise ``ValueError`` if timestamps ``[T]`` descend within a sequence of ``x``; waits for the device."""
+    starts, ends = _bounds_of_rows(x, timestamps.shape[0])
+    follows = torch.arange(timestamps.shape[0], device=timestamps.device)
+    follows = ((follows > starts) & (follows < ends))[1:]
+    late = (follows & (timestamps[1:] < timestamps[:-1])).nonzero()
+    if late.numel():
+        row = int(late[0]) + 1
+        raise ValueError(
+            f"timestamps must ascend in each sequence, got {timestamps[row].item()} after "
+            f"{timestamps[row - 1].item()} in row {row}."
+        )
+
+
+@torch.fx.wrap
+def _rotation(
+    x: Any, timestamps: Any, head_dim: int, base: float, time_scale: float, gap: Gap, combine: Combine
+) -> Tensor:
+    values = x.values()
+    rows, device = values.shape[0], values.device
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    starts, ends = _bounds_of_rows(x, rows)
+    position = (torch.arange(rows, device=device) - starts).to(dtype)
+    # ω_j = base^(-2j / D)
+    frequency = base ** (torch.arange(0, head_dim, 2, device=device, dtype=dtype) / -head_dim)
+    if timestamps is None:
+        angle = position[:, None] * frequency
+    else:
+        gaps = _gaps(x, _timestamps(timestamps, values), starts, ends, gap).to(dtype)
+        tau = torch.log1p(gaps / time_scale)
+        if combine == "sum":
+            angle = (position + tau)[:, None] * frequency
+        else:
+            low = frequency[: head_dim // 4]
+            angle = torch.cat([position[:, None] * low, tau[:, None] * low], dim=1)
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+def _bounds_of_rows(x: Jagged, rows: int) -> tuple[Tensor, Tensor]:
+    """First row and end of the sequence that each row belongs to, ``[T]`` int64; without padding, without waiting.
+
+    Rows after the last sequence form one of their own.
+    """
+    offsets = layout_of(x).offsets
+    starts, ends = row_bounds(offsets, rows)
+    index = torch.arange(rows, device=offsets.device)
+    sequence = torch.searchsorted(ends, index, right=True)
+    rest = ends[-1:] if ends.numel() else ends.new_zeros(1)
+    return torch.cat([starts, rest])[sequence], torch.cat([ends, ends.new_full((1,), rows)])[sequence]
+
+
+def _timestamps(timestamps: Any, values: Tensor) -> Tensor:
+    if is_jagged(timestamps):
+        timestamps = timestamps.values()
+    if not isinstance(timestamps, Tensor):
+        raise TypeError(f"timestamps must be a tensor or a torchrec.JaggedTensor, got {type(timestamps).__name__}.")
+    if timestamps.shape != values.shape[:1]:
+        raise ValueError(
+            f"timestamps must have shape [{values.shape[0]}], one a row of x, got {list(timestamps.shape)}."
+        )
+    if timestamps.dtype not in (torch.int32, torch.int64, torch.float32, torch.float64):
+        raise ValueError(f"timestamps must be int32, int64, float32 or float64, got {timestamps.dtype}.")
+    if timestamps.device != values.device:
+        raise ValueError(f"timestamps must be on the device of x, {values.device}, got {timestamps.device}.")
+    return timestamps
+
+
+def _gaps(x: Any, timestamps: Tensor, starts: Tensor, ends: Tensor, gap: Gap) -> Tensor:
+    """``[T]``, at least 0, in the dtype of the timestamps."""
+    if timestamps.device.type == "cpu" and not torch.compiler.is_compiling():
+        validate_timestamps_sync(x, timestamps)
+    if gap == "to_last":
+        other, first = ends - 1, timestamps
+        return (timestamps[other] - first).clamp_min(0)
+    index = torch.arange(timestamps.shape[0], device=timestamps.device)
+    return (timestamps - timestamps[torch.maximum(index - 1, starts)]).clamp_min(0)
+
+
+def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair of columns ``(j, j + D/2)`` of every head by the row's angle ``θ_tj``.
+
+    ``(a, b) → (a cos θ - b sin θ, a sin θ + b cos θ)``, computed in the dtype of ``rotation``.
+
+    Args:
+        heads: ``[T, H, D]``.
+        rotation: ``[2, T, D/2]``, from ``RotaryTemporalEmbedding``.
+
+    Returns:
+        ``[T, H, D]`` in the dtype of ``heads``.
+    """
+    cos, sin = rotation.unsqueeze(2).unbind(0)
+    a, b = heads.to(rotation.dtype).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(heads.dtype)
+
+
+class TemporalSelfAttention(nn.Module):
+    """Self-attention whose queries and keys are rotated by ``RotaryTemporalEmbedding``; softmax, scale ``D ** -0.5``.
+
+    For each sequence and head, with ``R_t`` the rotation of row t::
+
+        o_t = Σ_j softmax_j(D^-½ (R_t q_t)·(R_j k_j)) v_j       over the rows j that the mask allows
+        out = concat_h(o) W_outᵀ + b_out
+
+    Args:
+        embed_dim: E.
+        num_heads: H.
+        mask: ``SlidingWindow(w, w)`` for the windowed layers of Kunlun, ``BlockDiagonal(64)`` for block attention.
+        rotate_values: rotate ``v_j`` by ``R_j`` too. That block attention may do so is public, its exact form is not:
+            here the output is not rotated back, and the default False is ours.
+        bias: whether the projections have biases.
+        backend: which backend runs the attention.
+        device: where the parameters are made; ``"meta"`` makes none until ``to_empty`` and ``reset_parameters``.
+        dtype: of the parameters.
+
+    Attributes:
+        in_proj: ``InProjection``, one weight ``[3 E, E]``.
+        out_proj: linear, ``[E, E]``.
+
+    Raises:
+        TypeError: a size is not an int, or the mask is not one.
+        ValueError: a size is not positive, H does not divide E, or the backend is not known.
+
+    Example:
+        >>> from torchrec import JaggedTensor
+        >>> from jagged_attn import SlidingWindow
+        >>> x = JaggedTensor(torch.randn(5, 8), lengths=torch.tensor([2, 0, 3]))
+        >>> rotation = RotaryTemporalEmbedding(head_dim=4)(x, torch.tensor([10, 70, 5, 5, 900]))
+        >>> TemporalSelfAttention(8, 2, mask=SlidingWindow(100, 100))(x, rotation).values().shape
+        torch.Size([5, 8])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        mask: Mask = _FULL,
+        rotate_values: bool = False,
+        bias: bool = True,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        heads = Heads.checked(embed_dim, num_heads, None, None)
+        self.embed_dim, self.heads, self.rotate_values = embed_dim, heads, rotate_values
+        self.options = AttentionOptions.checked(num_heads, mask, "softmax", None, backend)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = InProjection(
+            embed_dim, embed_dim, embed_dim, num_heads, num_heads, heads.head_dim, bias=bias, **made
+        )
+        self.out_proj = OutProjection(embed_dim, embed_dim, bias=bias, **made)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters anew, as ``JaggedMultiHeadAttention`` does."""
+        self.in_proj.reset_parameters()
+        self.out_proj.reset_parameters()
+
+    def forward(self, x: Jagged, rotation: Tensor | None = None) -> Any:
+        """Attend.
+
+        Args:
+            x: TorchRec ``JaggedTensor`` or jagged nested tensor, values ``[T, E]``.
+            rotation: ``[2, T, D/2]``; None: no rotation.
+
+        Returns:
+            A jagged tensor of the type of ``x``, values ``[T, E]``, with its offsets, lengths and weights.
+        """
+        qkv = self.in_proj(x)
+        out = _attend(qkv[0], qkv[1], qkv[2], x, rotation, self.rotate_values, self.options)
+        return with_values(x, self.out_proj(out))
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        values = ", rotate_values=True" if self.rotate_values else ""
+        return f"embed_dim={self.embed_dim}, {self.heads.extra_repr()}{values}, {self.options.extra_repr()}"
+
+
+@torch.fx.wrap
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, x: Any, rotation: Tensor | None, rotate_values: bool, options: AttentionOptions
+) -> Tensor:
+    if rotation is not None:
+        if rotation.shape != (2, q.shape[0], q.shape[2] // 2):
+            raise ValueError(
+                f"rotation must have shape [2, {q.shape[0]}, {q.shape[2] // 2}], got {list(rotation.shape)}."
+            )
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        v = rotate(v, rotation) if rotate_values else v
+    return jagged_attention(q, k, v, layout_of(x), **options.keywords()).flatten(-2)
