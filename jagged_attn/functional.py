@@ -46,8 +46,13 @@ def _make_plan(device: torch.device, backend: str, *facts: Any) -> _Plan:
     return _Plan(name, tables, ",".join(spec.activation), spec.activation != (SOFTMAX,))
 
 
-# In a traced graph the plan is a constant: it depends on nothing but what dynamo guards on anyway.
-_make_plan_constant = torch.compiler.assume_constant_result(lambda *facts: tuple(_make_plan(*facts)))
+def _make_plan_constant(device: torch.device, backend: str, *facts: Any) -> tuple[Any, ...]:
+    return tuple(_make_plan(device, backend, *facts))
+
+
+# In a traced graph the plan is a constant: it depends on nothing but what dynamo guards on anyway. This is what
+# torch.compiler.assume_constant_result sets, which would import all of dynamo when this library is imported.
+_make_plan_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _tables(
@@ -72,7 +77,7 @@ def _tables(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype, if autocast is on for their device; float64 stays, as in PyTorch."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -103,14 +108,16 @@ def _check(
     activation: str | Sequence[str], scale: float | None, out_scale: float, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:  # fmt: skip
     """The inputs after autocast, and the arguments of ``_make_spec``; raises what the public docstrings list."""
+    query_rows = "S" if layout_q is None else "T_q"
+    validation.check_kinds(q, k, v, query_rows)
     q, k, v = _autocast(q, k, v)
-    validation.check_tensors(q, k, v, "S" if layout_q is None else "T_q")
+    validation.check_tensors(q, k, v)
     validation.check_layouts(q, k, layout_q, layout_kv, mask)
     kind: Kind = "broadcast_q" if layout_q is None else "self" if layout_q.offsets is layout_kv.offsets else "cross"
     heads = (int(q.shape[1]), int(k.shape[1]), int(q.shape[2]), int(v.shape[2]))
     scale = heads[2] ** -0.5 if scale is None else validation.check_scale("scale", scale)
     out_scale = validation.check_scale("out_scale", out_scale)
-    if not isinstance(activation, str):
+    if isinstance(activation, list):
         activation = tuple(activation)
     deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
     return q, k, v, (kind, q.dtype, heads, mask.code, activation, scale, out_scale, deterministic)

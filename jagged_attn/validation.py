@@ -20,15 +20,8 @@ def as_layout(name: str, layout: object) -> JaggedLayout:
     raise TypeError(f"{name} must be a JaggedLayout or an offsets tensor, got {type(layout).__name__}.")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, query_rows: str) -> None:
-    """Check q, k and v against each other.
-
-    Args:
-        q: queries; ``query_rows`` names their first dimension in messages.
-        k: keys.
-        v: values.
-        query_rows: ``"T_q"`` or ``"S"``.
-    """
+def check_kinds(q: Tensor, k: Tensor, v: Tensor, query_rows: str) -> None:
+    """Check each of q, k and v by itself; messages call q's first dimension ``query_rows``."""
     shapes = (f"[{query_rows}, H, D]", "[T_kv, H_kv, D]", "[T_kv, H_kv, Dv]")
     for name, x, shape in zip("qkv", (q, k, v), shapes, strict=True):
         if not isinstance(x, Tensor):
@@ -43,6 +36,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, query_rows: str) -> None:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got strides {x.stride()}; call {name}.contiguous()."
             )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check q, k and v, each of the right kind, against each other."""
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}.")
@@ -80,6 +77,8 @@ def check_scale(name: str, scale: float) -> float:
     """``scale`` as a finite float."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(scale).__name__}.")
-    if not math.isfinite(scale):
-        raise ValueError(f"{name} must be finite, got {scale}.")
-    return float(scale)
+    # Under torch.compile(dynamic=True) a float argument is a symbol; __float__ makes it the constant that it is to us.
+    number = scale.__float__()
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}.")
+    return number

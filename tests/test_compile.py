@@ -1,0 +1,155 @@
+"""The operators under PyTorch's tracers: opcheck, torch.compile, export and fx."""
+
+import pytest
+import torch
+from cases import Case, run
+from conftest import Target
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import jagged_attn as ja
+
+OPCHECK_CASES = [
+    Case("self", heads=(4, 2), dims=(16, 8)),
+    Case("cross", lengths=(3, 0, 5), lengths_q=(2, 2, 0)),
+    Case("broadcast-q", num_shared_queries=3),
+    Case("elementwise", options={"activation": "gelu"}),
+    Case("mix", options={"activation": ("gelu", "softmax", "silu"), "mask": ja.Causal()}),
+]
+
+
+def ragged_batches(device: str, count: int = 20) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of other B, total and longest length each: ``(fused qkv values, offsets)``."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for index in range(count):
+        lengths = torch.randint(0, 3 + 2 * index, (2 + index % 7,), generator=generator)
+        lengths[0] = 2
+        offsets = ja.JaggedLayout.from_lengths(lengths).offsets
+        values = torch.randn(int(lengths.sum()), 3 * 4 * 16, generator=generator)
+        batches.append((values.to(device), offsets.to(device)))
+    return batches
+
+
+def opcheck_arguments(case: Case, target: Target) -> tuple[object, ...]:
+    inputs = case.inputs(torch.float32, target.device)
+    leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    offsets_q = None if inputs.layout_q is None else inputs.layout_q.offsets
+    offsets_kv = inputs.layout_kv.offsets
+    from jagged_attn import functional  # what the public function computes on its way to the operator
+
+    mask, names = case.options.get("mask", ja.Full()), case.options.get("activation", "softmax")
+    _, _, _, facts = functional._check(*leaves, inputs.layout_q, inputs.layout_kv, mask, names, None, 1.0, False)
+    plan = functional._make_plan(leaves[0].device, target.backend, *facts)
+    tables = functional._tables(plan.tables, leaves[0], leaves[1], offsets_q, offsets_kv)
+    return (*leaves, offsets_q, offsets_kv, tables, mask.code, plan.activation, 0.25, 1.0, False, target.backend)
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
+def test_operators_pass_opcheck(case: Case, target: Target) -> None:
+    arguments = opcheck_arguments(case, target)
+    torch.library.opcheck(torch.ops.jagged_attn.attention, arguments)
+    q, k, v, *jagged = arguments
+    out, lse = (x.detach() for x in torch.ops.jagged_attn.attention(*arguments))
+    backward = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, *jagged)  # type: ignore[attr-defined]
+    torch.library.opcheck(torch.ops.jagged_attn.attention_backward, backward)
+
+
+def test_the_tile_table_operator_passes_opcheck() -> None:
+    offsets = torch.tensor([0, 3, 3, 80])
+    torch.library.opcheck(torch.ops.jagged_attn.tile_table, (offsets, offsets, 90, 90, 16))
+
+
+@pytest.mark.parametrize("kind", ["self", "broadcast_q", "cross"])
+def test_one_graph_serves_every_batch_forward_and_backward(kind: str, target: Target) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    seeds = torch.randn(5, 4, 16, device=target.device, requires_grad=True)
+
+    def model(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        q, k, v = values.unflatten(1, (3, 4, 16)).unbind(1)
+        if kind == "broadcast_q":
+            return ja.broadcast_q_attention(seeds, k, v, offsets, backend=target.backend)
+        layout_kv = ja.JaggedLayout(offsets.clone()) if kind == "cross" else None
+        return ja.jagged_attention(q, k, v, offsets, layout_kv, mask=ja.Causal(), backend=target.backend)
+
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for values, offsets in ragged_batches(target.device):
+        results = []
+        for function in (model, compiled):
+            leaf = values.clone().requires_grad_()
+            out = function(leaf, offsets)
+            results.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaf)))
+        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_inductor_runs_what_eager_runs(target: Target) -> None:
+    def model(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        layout = ja.JaggedLayout(offsets)
+        for _ in range(2):
+            q, k, v = values.unflatten(1, (3, 4, 16)).unbind(1)
+            out = ja.jagged_attention(q * 1.5, k, v, layout, backend=target.backend).flatten(1)
+            values = torch.cat([out, out, out], dim=1) + values
+        return values
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for values, offsets in ragged_batches(target.device, 4):
+        torch.testing.assert_close(compiled(values, offsets), model(values, offsets), rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+def test_a_stack_makes_its_tile_tables_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = torch.ops.jagged_attn.tile_table
+    from jagged_attn import functional
+
+    class Ops:
+        attention = torch.ops.jagged_attn.attention
+
+        @staticmethod
+        def tile_table(*args: object) -> torch.Tensor:
+            made.append(args)
+            return real(*args)
+
+    class Torch:
+        def __getattr__(self, name: str) -> object:
+            return getattr(torch, name)
+
+        class ops:
+            jagged_attn = Ops
+
+    monkeypatch.setattr(functional, "torch", Torch())
+    case = Case("self")
+    inputs = case.inputs(torch.float32, target.device)
+    run(inputs, target.backend)
+    first = len(made)
+    run(inputs, target.backend)
+    assert len(made) == first
+
+
+def test_export_keeps_the_operator(target: Target) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return ja.jagged_attention(q, q, q, offsets, backend=target.backend)
+
+    rows, ends = torch.export.Dim("rows", min=2), torch.export.Dim("ends", min=3)
+    q, offsets = torch.randn(9, 2, 16, device=target.device), torch.tensor([0, 4, 9], device=target.device)
+    program = torch.export.export(Model(), (q, offsets), dynamic_shapes=({0: rows}, {0: ends}))
+    assert any("jagged_attn.attention" in str(node.target) for node in program.graph.nodes)
+    q, offsets = torch.randn(30, 2, 16, device=target.device), torch.tensor([0, 4, 9, 9, 30], device=target.device)
+    assert torch.equal(program.module()(q, offsets), Model()(q, offsets))
+
+
+def test_fx_traces_a_wrapped_call(target: Target) -> None:
+    def attend(q: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return wrapped_attention(q, offsets, target.backend)
+
+    graph = torch.fx.symbolic_trace(attend)
+    q, offsets = torch.randn(9, 2, 16, device=target.device), torch.tensor([0, 4, 9], device=target.device)
+    assert torch.equal(graph(q, offsets), attend(q, offsets))
+
+
+@torch.fx.wrap
+def wrapped_attention(q: torch.Tensor, offsets: torch.Tensor, backend: str) -> torch.Tensor:
+    return ja.jagged_attention(q, q, q, offsets, backend=backend)
