@@ -61,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_list()
         return 0
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"--device must be cpu or cuda, got {device}.")
+        device = _device(options.device)
         for name in ("repeats", "check"):
             if getattr(options, name) is not None and getattr(options, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}.")
@@ -87,6 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot:
         _plot(options.plot, rows, provenance)
     return exit_code(rows)
+
+
+def _device(name: str | None) -> torch.device:
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {device}.")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise ValueError("--device must be cpu where there is no CUDA GPU, got cuda.")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _settings(options: argparse.Namespace, device: torch.device) -> Settings:

@@ -14,6 +14,8 @@ from .report import CALL, CALL_RECORDING, FAILED, OK, UNSUPPORTED, WRONG, Row, c
 from .timing import Ceilings, Clock, Quantiles, passes_of, time_attempts, time_calls
 from .workloads import Workload
 
+# So few that the device's queue, which is waited for between batches, cannot fill up and hold the host.
+_CALLS = 200
 _PHASES = {"time": (FORWARD, BACKWARD, BOTH), "overhead": (CALL, CALL_RECORDING)}
 
 
@@ -80,6 +82,8 @@ def run_workload(
     Returns:
         The problem and its rows: for each contestant one for every phase, or one that says why there is no speed.
     """
+    if settings.device.type == "cuda":
+        torch.cuda.empty_cache()  # the last workload's blocks are of other sizes
     shape = workload.small() if settings.small else workload
     problem = make_problem(shape, settings.dtype, settings.device, settings.seed)
     entries = [_Entry(contestant) for contestant in contestants]
@@ -125,7 +129,11 @@ def _time(entries: Sequence[_Entry], settings: Settings, progress: Callable[[int
     attempts = {e.contestant.name: e.attempt for e in entries if e.attempt is not None}
     if not attempts:
         return
-    results = time_attempts(attempts, settings.clock, settings.repeats, progress(passes_of(attempts, settings.repeats)))
+    on_pass = progress(passes_of(attempts, settings.repeats))
+    try:
+        results = time_attempts(attempts, settings.clock, settings.repeats, on_pass)
+    except Exception as error:  # past the warm-up it may be anybody's: nobody's times can be trusted
+        results = dict.fromkeys(attempts, error)
     for entry in entries:
         result = results.get(entry.contestant.name)
         if isinstance(result, Exception):
@@ -145,8 +153,11 @@ def _time_calls(entries: Sequence[_Entry], settings: Settings) -> None:
                 forward()
 
         try:
-            wait = settings.clock.wait
-            entry.times = {CALL: time_calls(no_grad, wait), CALL_RECORDING: time_calls(forward, wait)}
+            wait, calls = settings.clock.wait, 10 if settings.small else _CALLS
+            entry.times = {
+                phase: time_calls(call, wait, calls, settings.repeats)
+                for phase, call in ((CALL, no_grad), (CALL_RECORDING, forward))
+            }
         except Exception as error:  # whatever a contestant raises is its result
             entry.fail(error)
 

@@ -119,44 +119,52 @@ def time_attempts(
     Returns:
         For each contestant its times by phase, or what it raised.
     """
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in attempts}
     failures: dict[str, Exception] = {}
-    names = list(attempts)
-    for round_ in range(-_WARMUP_PASSES, repeats):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            if name in failures:
-                continue
-            try:
-                times = _one_pass(attempts[name], clock)
-            except Exception as error:  # whatever a peer raises is its result
-                failures[name] = error
-                continue
-            if round_ >= 0:
-                samples[name].append(times)
+    for name, attempt in attempts.items():
+        try:
+            for _ in range(_WARMUP_PASSES):
+                _one_pass(attempt, clock)
+                on_pass()
+            clock.wait()
+        except Exception as error:  # whatever a contestant raises is its result
+            failures[name] = error
+    names = [name for name in attempts if name not in failures]
+    marks: dict[str, list[_Marks]] = {name: [] for name in names}
+    # Nothing waits for the device from here to the last pass: it would run dry while the host prepares the next launch.
+    for round_ in range(repeats if names else 0):
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
+            marks[name].append(_one_pass(attempts[name], clock))
             on_pass()
-    return {name: failures.get(name) or _by_phase(passes) for name, passes in samples.items()}
-
-
-def _by_phase(passes: list[tuple[float, float]]) -> dict[str, Quantiles]:
-    return {
-        FORWARD: Quantiles.of([forward for forward, _ in passes]),
-        BACKWARD: Quantiles.of([backward for _, backward in passes]),
-        BOTH: Quantiles.of([forward + backward for forward, backward in passes]),
-    }
-
-
-def _one_pass(attempt: Attempt, clock: Clock) -> tuple[float, float]:
-    clock.flush()
-    marks = [clock.mark()]
-    out = attempt.forward()
-    marks.append(clock.mark())
-    clock.flush()
-    marks.append(clock.mark())
-    gradients = torch.autograd.grad(out, attempt.leaves, attempt.dout)
-    marks.append(clock.mark())
     clock.wait()
-    del gradients
-    return clock.elapsed(marks[0], marks[1]), clock.elapsed(marks[2], marks[3])
+    return failures | {name: _by_phase(passes, clock) for name, passes in marks.items()}
+
+
+class _Marks(NamedTuple):
+    forward_start: Any
+    forward_end: Any
+    backward_start: Any
+    backward_end: Any
+
+
+def _one_pass(attempt: Attempt, clock: Clock) -> _Marks:
+    clock.flush()
+    forward_start = clock.mark()
+    out = attempt.forward()
+    forward_end = clock.mark()
+    clock.flush()
+    backward_start = clock.mark()
+    gradients = torch.autograd.grad(out, attempt.leaves, attempt.dout)
+    backward_end = clock.mark()
+    del gradients  # after the mark: giving memory back is not the contestant's time
+    return _Marks(forward_start, forward_end, backward_start, backward_end)
+
+
+def _by_phase(passes: list[_Marks], clock: Clock) -> dict[str, Quantiles]:
+    forward = [clock.elapsed(p.forward_start, p.forward_end) for p in passes]
+    backward = [clock.elapsed(p.backward_start, p.backward_end) for p in passes]
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    return {FORWARD: Quantiles.of(forward), BACKWARD: Quantiles.of(backward), BOTH: Quantiles.of(both)}
 
 
 def passes_of(attempts: Mapping[str, Attempt], repeats: int) -> int:
@@ -164,7 +172,7 @@ def passes_of(attempts: Mapping[str, Attempt], repeats: int) -> int:
     return len(attempts) * (repeats + _WARMUP_PASSES)
 
 
-def time_calls(call: Callable[[], Any], wait: Callable[[], None], calls: int = 200, batches: int = 20) -> Quantiles:
+def time_calls(call: Callable[[], Any], wait: Callable[[], None], calls: int, batches: int) -> Quantiles:
     """Host milliseconds of one call at steady state.
 
     The device is waited for between batches of calls, never between calls, and not while the clock runs.
@@ -213,13 +221,11 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, clock: Clock, sma
 
 
 def _median_ms(call: Callable[[], Any], clock: Clock, repeats: int = 20) -> float:
-    samples = []
-    for repeat in range(-_WARMUP_PASSES, repeats):
+    marks = []
+    for _ in range(_WARMUP_PASSES + repeats):
         clock.flush()
         start = clock.mark()
         call()
-        end = clock.mark()
-        clock.wait()
-        if repeat >= 0:
-            samples.append(clock.elapsed(start, end))
-    return statistics.median(samples)
+        marks.append((start, clock.mark()))
+    clock.wait()
+    return statistics.median(clock.elapsed(start, end) for start, end in marks[_WARMUP_PASSES:])
