@@ -28,13 +28,13 @@ from .spec import AttentionSpec, Kind
 _STATIC = "str mask, str activation, float scale, float out_scale, bool deterministic, str backend"
 _JAGGED = f"Tensor? offsets_q, Tensor offsets_kv, Tensor[] tables, {_STATIC}"
 
-_library = torch.library.Library("jagged_attn", "DEF")
-_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_JAGGED}) -> (Tensor, Tensor)")
-_library.define(
+library = torch.library.Library("jagged_attn", "DEF")
+library.define(f"attention(Tensor q, Tensor k, Tensor v, {_JAGGED}) -> (Tensor, Tensor)")
+library.define(
     "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_JAGGED}) -> (Tensor, Tensor, Tensor)"
 )
-_library.define(
+library.define(
     "tile_table(Tensor offsets, Tensor cost_offsets, SymInt total_rows, SymInt cost_rows, int block) -> Tensor"
 )
 
@@ -119,5 +119,5 @@ for _name, _kernel, _fake in (
     ("attention_backward", _outside_autocast(_attention_backward), _attention_backward_fake),
     ("tile_table", build_tile_table, _tile_table_fake),
 ):
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"jagged_attn::{_name}", _fake, lib=_library)
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"jagged_attn::{_name}", _fake, lib=library)
