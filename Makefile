@@ -3,7 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
-# On a GPU machine: make TORCH="torch==2.11.0" TORCH_INDEX=https://download.pytorch.org/whl/cu130 FBGEMM=fbgemm-gpu==1.6.0 TORCHREC=torchrec==1.6.1
+# On a GPU machine: make TORCH="torch==2.11.0" TORCH_INDEX=https://download.pytorch.org/whl/cu130 \
+#                        FBGEMM=fbgemm-gpu==1.6.0 TORCHREC=torchrec==1.6.1
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
 FBGEMM      ?= fbgemm-gpu-cpu==1.8.0
@@ -11,12 +12,15 @@ TORCHREC    ?= torchrec==1.8.0
 FBTRITON    ?= fbtriton==3.7.4
 RECBOLE     ?= recbole==1.2.1
 PIP         := $(PY) -m pip install --quiet --disable-pip-version-check
+# Two test processes at a time, one thread each; a test that hangs is ended.
+WORKERS     ?= 2
+PYTEST      := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo results test test-gpu lint types bench clean
+.PHONY: help env demo results test test-plain test-interpret test-emulator test-gpu lint bench clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 env: $(VENV)/.ready ## set up the virtual environment
 
@@ -33,3 +37,35 @@ $(VENV)/.ready: Makefile requirements-dev.txt pyproject.toml
 	$(PIP) --no-deps "$(FBTRITON)"
 	$(PIP) --no-deps --editable .
 	touch $@
+
+demo: env ## train the ranking model on the synthetic log and on MovieLens-100k (about 3 minutes)
+	$(PY) examples/train_ranking.py --data synthetic --out out/synthetic
+	$(PY) examples/train_ranking.py --data movielens --out out/movielens
+
+results: env ## train all seeds and models of docs/ranking.md
+	$(PY) examples/train_ranking.py --all --out out/results
+
+test: lint test-plain test-interpret test-emulator ## all checks and tests that need no GPU
+
+test-plain: env ## the tests that need neither a GPU nor an interpreter
+	$(PYTEST) -m "not gpu and not interpret" --ignore tests/emulator
+
+test-interpret: env ## the Triton kernels under Triton's interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -m interpret tests/test_semantics.py tests/test_compile.py tests/interpret
+
+test-emulator: env ## the TLX kernels under the emulator
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" tests/emulator
+
+test-gpu: env ## the tests that need a CUDA GPU
+	$(PY) -m pytest -m gpu --timeout 300
+
+lint: env ## formatting, lints and types
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+bench: env ## time what runs on this machine against its peers
+	$(PY) -m jagged_attn.bench --out out/bench.csv --plot out/bench.png
+
+clean: ## remove the environment and all outputs
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
