@@ -3,6 +3,7 @@
 Inputs are recognised by what they offer, so that TorchRec is imported only by ``to_jagged_tensor``, which makes one.
 """
 
+from contextlib import nullcontext
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -144,11 +145,19 @@ def layout_of(x: Jagged) -> JaggedLayout:
         ImportError: its offsets have to be computed and fbgemm, which TorchRec does that with, does not work.
     """
     check_jagged("x", x)
+    return JaggedLayout(_offsets(x))
+
+
+def _offsets(x: Any) -> Tensor:
+    if _is_nested(x) or x.offsets_or_none() is not None:
+        return x.offsets()
+    is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     try:
-        offsets = x.offsets()  # type: ignore[union-attr]
+        # Offsets made in inference mode, and kept by x, would fail in a training step with the same x.
+        with torch.inference_mode(False) if is_inference else nullcontext():
+            return x.offsets()
     except (AttributeError, NotImplementedError) as error:
         raise ImportError(f"TorchRec could not compute offsets from lengths. {_BROKEN}") from error
-    return JaggedLayout(offsets)
 
 
 def with_values(x: J, values: Tensor) -> J:
@@ -185,8 +194,8 @@ def _with_values(x: Any, values: Tensor) -> Any:
     if values.shape[0] != x.values().shape[0]:
         raise ValueError(f"values must have the {x.values().shape[0]} rows of x, got {values.shape[0]}.")
     if _is_nested(x):
-        return torch.nested.nested_tensor_from_jagged(values, offsets=x.offsets())
-    return type(x)(values=values, weights=x.weights_or_none(), lengths=x.lengths_or_none(), offsets=x.offsets())
+        return torch.nested.nested_tensor_from_jagged(values, offsets=_offsets(x))
+    return type(x)(values=values, weights=x.weights_or_none(), lengths=x.lengths_or_none(), offsets=_offsets(x))
 
 
 def to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTensorLike:
