@@ -3,6 +3,9 @@
 See ``docs/emulator.md`` for what is modelled and what is not.
 """
 
+from .checking import Hunt as Hunt
+from .checking import KernelCase as KernelCase
+from .checking import hunt as hunt
 from .errors import EmulatorError as EmulatorError
 from .errors import Verdict as Verdict
 from .parameters import HOUSE_RULES as HOUSE_RULES

@@ -145,10 +145,25 @@ def double(place: Place) -> None:
     place.block.insert(place.index, copy.deepcopy(place.statement))
 
 
-def hoist(place: Place) -> None:
-    """Do it one statement earlier."""
+def _group_start(place: Place) -> int:
+    """Where the statement begins together with the assignments right above it that it needs."""
     at = place.index
-    place.block.insert(at - 1, place.block.pop(at))
+    used = {n.id for n in ast.walk(place.statement) if isinstance(n, ast.Name)}
+    while at > 0 and isinstance(place.block[at - 1], ast.Assign):
+        targets = {n.id for t in place.block[at - 1].targets for n in ast.walk(t) if isinstance(n, ast.Name)}  # type: ignore[attr-defined]
+        value = place.block[at - 1].value  # type: ignore[attr-defined]
+        if not targets & used or _call_name(value).startswith("async_"):
+            break
+        at -= 1
+    return at
+
+
+def hoist(place: Place) -> None:
+    """Do it, with the assignments that it needs, one statement earlier."""
+    start, end = _group_start(place), place.index + 1
+    group = place.block[start:end]
+    del place.block[start:end]
+    place.block[start - 1 : start - 1] = group
 
 
 def sink(place: Place) -> None:
@@ -336,7 +351,7 @@ def _sites(function: str, definition: ast.FunctionDef, operation: str) -> list[t
 
 def _fits(kind: str, place: Place) -> bool:
     """Moving up needs a statement above."""
-    return place.index > 0 if kind.endswith("too early") else True
+    return _group_start(place) > 0 if kind.endswith("too early") else True
 
 
 def _dot_mutants(name: str, definition: ast.FunctionDef) -> list[Mutant]:

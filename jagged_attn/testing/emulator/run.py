@@ -114,14 +114,15 @@ def emulate(
         with np.errstate(all="ignore"):
             return _Run(kernel, grid, arguments, launch, schedule, program or _PROGRAM).run()
     except EmulatorError as error:
-        error.schedule, error.repeat = str(schedule), _repeat_command(schedule)
+        error.schedule, error.repeat = str(schedule), repeat_command(schedule)
         raise
     except Exception as error:
-        error.add_note(f"in the emulator under schedule {schedule}; repeat with: {_repeat_command(schedule)}")
+        error.add_note(f"in the emulator under schedule {schedule}; repeat with: {repeat_command(schedule)}")
         raise
 
 
-def _repeat_command(schedule: Schedule) -> str:
+def repeat_command(schedule: Schedule) -> str:
+    """A shell command that runs the present test again under ``schedule``."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" ", 1)[0]
     command = f"pytest '{test}'" if test else "the same command"
     return f"{SCHEDULE_VARIABLE}='{schedule}' TRITON_INTERPRET=1 {command}"

@@ -57,7 +57,7 @@ class Schedule:
 
 def standard_schedules(seeds: int = 3, roles: Sequence[str] = ()) -> list[Schedule]:
     """One schedule of every policy, ``seeds`` random ones, and one that starves each of ``roles``."""
-    starved = ("tma_load", "tma_store", "wgmma", "mma", *roles)
+    starved = dict.fromkeys(("tma_load", "tma_store", "wgmma", "mma", *roles))
     fixed = [Schedule(p, 0) for p in ("eager", "lazy", "round_robin", *(f"starve:{s}" for s in starved))]
     return fixed + [Schedule("random", s) for s in range(seeds)]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
+from jagged_attn.testing.emulator.checking import KernelCase
+from jagged_attn.testing.emulator.parameters import HOUSE_RULES
+from jagged_attn.testing.emulator.run import Launch
 from tlx_kernels.blackwell_attention import blackwell_attention
 from tlx_kernels.hopper_attention import hopper_attention
 from tlx_kernels.matmul import matmul
@@ -17,39 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 _LOG2E = 1.4426950408889634
 
 
-@dataclass
-class Problem:
-    """A kernel with everything it needs.
-
-    Args:
-        kernel: The jit function.
-        grid: CTAs.
-        arguments: By name.
-        outputs: Names of arguments that are written, every element once.
-        results: Output tensors.
-        references: What they should hold, in float64.
-        tolerances: Largest absolute error of each, relative to its largest reference value.
-        cluster: CTAs of a cluster.
-        arch: 90 or 100.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-    outputs: tuple[str, ...]
-    results: list[torch.Tensor]
-    references: list[torch.Tensor]
-    tolerances: list[float]
-    cluster: int = 1
-    arch: int = 90
-
-    def error(self) -> float:
-        """Largest error, in units of the tolerance; NaN and infinities count as infinite."""
-        worst = 0.0
-        for got, want, limit in zip(self.results, self.references, self.tolerances, strict=True):
-            difference = (got.double().cpu() - want).abs().max() / want.abs().max() / limit
-            worst = max(worst, float(difference)) if torch.isfinite(difference) else float("inf")
-        return worst
+def _launch(arch: int, cluster: int = 1) -> Launch:
+    return Launch(checks=HOUSE_RULES, cluster=cluster, arch=arch)
 
 
 def _random(*shape: int, device: str, seed: int) -> torch.Tensor:
@@ -57,7 +27,7 @@ def _random(*shape: int, device: str, seed: int) -> torch.Tensor:
     return x.bfloat16().to(device)
 
 
-def matmul_problem(device: str = "cpu", groups: int = 2, steps: int = 5, ctas: int = 2) -> Problem:
+def matmul_problem(device: str = "cpu", groups: int = 2, steps: int = 5, ctas: int = 2) -> KernelCase:
     """256 x 128 x 160 by tiles of 64: more tiles than CTAs, more steps than stages."""
     bm, bn, bk = 64, 64, 32
     m, n, k = 2 * bm * groups, 2 * bn, bk * steps
@@ -75,7 +45,7 @@ def matmul_problem(device: str = "cpu", groups: int = 2, steps: int = 5, ctas: i
     }
     want = a.double().cpu() @ b.double().cpu()
     # Half a bf16 ulp, and fp32 accumulation.
-    return Problem(matmul, (ctas,), arguments, ("desc_c",), [c], [want], [2**-8])
+    return KernelCase(matmul, (ctas,), arguments, {"desc_c": want}, {"desc_c": 2**-8}, _launch(90))
 
 
 def attention_reference(
@@ -100,7 +70,7 @@ def attention_problem(
     block: int = 64,
     ctas: int = 2,
     stages: int = 0,
-) -> Problem:
+) -> KernelCase:
     """Self-attention over jagged sequences, with the Hopper or the Blackwell kernel."""
     rows = 128
     total = sum(lengths)
@@ -125,11 +95,11 @@ def attention_problem(
     kernel = hopper_attention if arch == 90 else blackwell_attention
     want_o, want_lse = attention_reference(q, k, v, lengths, scale)
     # P is rounded to bf16 before it meets V, and O is rounded to bf16.
-    limits = [2**-7, 1e-5]
-    return Problem(kernel, (ctas,), arguments, ("desc_o", "lse"), [o, lse], [want_o, want_lse], limits, arch=arch)
+    limits = {"desc_o": 2**-7, "lse": 1e-5}
+    return KernelCase(kernel, (ctas,), arguments, {"desc_o": want_o, "lse": want_lse}, limits, _launch(arch))
 
 
-def pair_problem(device: str = "cpu", steps: int = 5, pairs: int = 1) -> Problem:
+def pair_problem(device: str = "cpu", steps: int = 5, pairs: int = 1) -> KernelCase:
     """256 rows a pair, 64 columns."""
     bn, bk = 64, 32
     a, b = _random(256 * pairs, bk * steps, device=device, seed=1), _random(bk * steps, bn, device=device, seed=2)
@@ -140,4 +110,4 @@ def pair_problem(device: str = "cpu", steps: int = 5, pairs: int = 1) -> Problem
         **{"steps": steps, "BN": bn, "BK": bk, "STAGES": 2},
     }
     want = a.double().cpu() @ b.double().cpu()
-    return Problem(pair_matmul, (2 * pairs,), arguments, ("C",), [c], [want], [1e-5], cluster=2, arch=100)
+    return KernelCase(pair_matmul, (2 * pairs,), arguments, {"C": want}, {"C": 1e-5}, _launch(100, cluster=2))

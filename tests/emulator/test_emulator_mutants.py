@@ -1,0 +1,38 @@
+"""Teeth: every standard fault in the test kernels is found by the check meant for it, or is shown to be harmless."""
+
+import pytest
+from jagged_attn.testing.emulator import hunt
+from jagged_attn.testing.emulator.mutants import standard_mutants
+from test_emulator_kernels import SMALL
+
+# Mutants that change nothing, with the reason.
+EQUIVALENT = {
+    ("pair matmul", "wait dropped | _mma: barrier_wait(done) #0"): (
+        "the write task of the same CTA waits for the same barrier, and the CTA ends only after both tasks"
+    ),
+    ("hopper attention", "arrival too early | _attend: barrier_arrive(k_empty) #1"): (
+        "before K(i + stages) the load task waits for the slot of V(i - 1), which is released after S(i) is complete"
+    ),
+    ("blackwell attention", "wait dropped | _mma: barrier_wait(s_empty) #0"): (
+        "before S(i + 2) the mma task waits for P(i), which softmax writes after it has read S(i)"
+    ),
+    ("blackwell attention", "arrival too early | _softmax: barrier_arrive(s_empty) #0"): (
+        "before S(i + 2) the mma task waits for P(i), which softmax writes after it has read S(i)"
+    ),
+}
+MUTANTS = [(name, mutant) for name, make in SMALL.items() for mutant in standard_mutants(make().kernel)]
+
+
+def test_there_are_at_least_100_mutants():
+    assert len(MUTANTS) >= 100
+    assert len({(n, m.name) for n, m in MUTANTS}) == len(MUTANTS)
+    assert set(EQUIVALENT) <= {(n, m.name) for n, m in MUTANTS}
+
+
+@pytest.mark.parametrize(("name", "mutant"), MUTANTS, ids=[f"{n}: {m.name}" for n, m in MUTANTS])
+def test_mutant_is_found(name, mutant):
+    result = hunt(SMALL[name](), mutant)
+    if (name, mutant.name) in EQUIVALENT:
+        assert not result.reported, f"{result.verdicts}: not equivalent after all"
+    else:
+        assert result.caught, f"expected one of {sorted(mutant.expected)}, got {result.verdicts}"
