@@ -1,0 +1,174 @@
+"""Backward kernels of broadcast-Q: the gradient of the shared queries is a sum over the batch, made in two stages.
+
+A program keeps one tile of the queries and dQ for it in registers, walks its share of the key tiles of all sequences,
+and stores its partial sum once, to ``parts [P, S, H, D]``; ``reduce_parts`` adds the P of them in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from .._jit.jagged import count_tiles, load_tile, row_pointers, sequence_rows, store_tile
+from .._jit.scores import activation_name, activation_of, key_range, num_activations
+from .backward import score_gradient, stream_keys
+
+
+@triton.jit
+def _stream_keys_and_values(
+    dq, q, do, row_lse, row_delta, k, v, dk, dv, k_stride, v_stride, dk_stride, dv_stride,
+    begin, end, key_lo, key_hi, limit, len_kv, scale, out_scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KV: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store dK and dV of the keys ``[begin, end)`` of a sequence, and add to dq / scale what they give.
+
+    Keys from ``limit`` on are not read. Scores are held as [keys, queries].
+    """
+    k_pointers = row_pointers(k, begin, k_stride, BLOCK_KV, BLOCK_D)
+    v_pointers = row_pointers(v, begin, v_stride, BLOCK_KV, BLOCK_DV)
+    k_step = tl.cast(k_stride, tl.int64) * BLOCK_KV
+    v_step = tl.cast(v_stride, tl.int64) * BLOCK_KV
+    for first in range(begin, end, BLOCK_KV):
+        j = first + tl.arange(0, BLOCK_KV)
+        k_tile = load_tile(k_pointers, j < limit, D, BLOCK_D, True)
+        v_tile = load_tile(v_pointers, j < limit, DV, BLOCK_DV, True)
+        s = tl.dot(k_tile, tl.trans(q), input_precision=PRECISION)
+        dp = tl.dot(v_tile, tl.trans(do), input_precision=PRECISION)
+        allowed = (key_lo[None, :] <= j[:, None]) & (j[:, None] < key_hi[None, :])
+        p, ds = score_gradient(
+            s, dp, row_lse[None, :], row_delta[None, :], allowed, scale, out_scale,
+            ACT, FAST_TANH, q.dtype == tl.float32, True,
+        )  # fmt: skip
+        ds = ds.to(k_tile.dtype)
+        dv_tile = tl.dot(p.to(do.dtype), do, input_precision=PRECISION)
+        dv_pointers = row_pointers(dv, first, dv_stride, BLOCK_KV, BLOCK_DV)
+        store_tile(dv_pointers, dv_tile * out_scale, j < len_kv, DV, BLOCK_DV)
+        dk_tile = tl.dot(ds, q, input_precision=PRECISION)
+        dk_pointers = row_pointers(dk, first, dk_stride, BLOCK_KV, BLOCK_D)
+        store_tile(dk_pointers, dk_tile * scale, j < len_kv, D, BLOCK_D)
+        dq = tl.dot(tl.trans(ds), k_tile, dq, input_precision=PRECISION)
+        k_pointers += k_step
+        v_pointers += v_step
+    return dq
+
+
+@triton.jit
+def _walk(
+    q, do, k, v, out, lse, delta, dk, dv, table, offsets_kv, num_sequences, num_queries, total_kv,
+    tile, end, first_query, do_batch, do_row, k_row, v_row, scale, out_scale,
+    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dq / scale from the key tiles ``[tile, end)`` of the table, one sequence after another.
+
+    With KEYS the tile of queries is all there is, and dK and dV are stored too; without, delta is stored for the
+    kernel that makes them. The rows of no sequence count as keys without queries.
+    """
+    i = first_query + tl.arange(0, BLOCK_Q)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    while tile < end:
+        b = tl.load(table + 2 * tile)
+        first_row = tl.load(table + 2 * tile + 1)
+        start, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+        limit = tl.where(b < num_sequences, len_kv, 0)
+        tiles = tl.minimum(tl.cdiv(len_kv - first_row, BLOCK_KV), end - tile)
+        row_ok = (i < num_queries) & (b < num_sequences)
+        do_first = do + b.to(tl.int64) * do_batch
+        do_tile = load_tile(
+            row_pointers(do_first, first_query, do_row, BLOCK_Q, BLOCK_DV), row_ok, DV, BLOCK_DV, True
+        )  # fmt: skip
+        row_lse = tl.zeros([BLOCK_Q], tl.float32)
+        row_delta = tl.zeros([BLOCK_Q], tl.float32)
+        if ACT == "softmax":
+            rows = (b.to(tl.int64) * num_queries + i) * H
+            out_tile = load_tile(
+                out + rows[:, None] * DV + tl.arange(0, BLOCK_DV)[None, :], row_ok, DV, BLOCK_DV, True
+            )  # fmt: skip
+            row_delta = tl.sum(do_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+            row_lse = tl.load(lse + rows, mask=row_ok, other=float("inf"))
+            if not KEYS:
+                tl.store(delta + rows, row_delta, mask=row_ok)
+        key_lo, key_hi = key_range(i, num_queries, limit, MASK)
+        stop = tl.minimum(first_row + tiles * BLOCK_KV, len_kv)
+        if KEYS:
+            kv_stride: tl.constexpr = H
+            dq = _stream_keys_and_values(
+                dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row,
+                dk + start * (kv_stride * D), dv + start * (kv_stride * DV), k_row, v_row,
+                kv_stride * D, kv_stride * DV, first_row, stop, key_lo, key_hi, limit, len_kv, scale, out_scale,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION,
+            )  # fmt: skip
+        else:
+            dq = stream_keys(
+                dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row, k_row, v_row,
+                first_row, tl.minimum(stop, limit), key_lo, key_hi, limit, scale, out_scale,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, True,
+            )  # fmt: skip
+        tile += tiles
+    return dq
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "total_kv", "max_tiles", "num_parts"])
+def broadcast_q_backward(
+    do, q, k, v, out, lse, delta, parts, dk, dv, table, offsets_kv,
+    num_sequences, num_queries, total_kv, max_tiles, num_parts,
+    do_batch, do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, scale, out_scale,
+    H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASK: tl.constexpr, ACTS: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """One program for each part of the key tile table, tile of the shared queries and head.
+
+    With KEYS, which needs one tile of queries and as many key heads as heads, K and V are streamed once and dK and dV
+    written on the way.
+    """
+    program = tl.program_id(0)
+    head = program % H
+    query_tiles = tl.maximum(tl.cdiv(num_queries, BLOCK_Q), 1)
+    first_query = program // H % query_tiles * BLOCK_Q
+    part = program // H // query_tiles
+    used = tl.cast(count_tiles(table, max_tiles), tl.int64)
+    tile = (used * part // num_parts).to(tl.int32)
+    end = (used * (part + 1) // num_parts).to(tl.int32)
+    head64, kv_head = head.to(tl.int64), (head // GROUP).to(tl.int64)
+    row_ok = first_query + tl.arange(0, BLOCK_Q) < num_queries
+    q_tile = load_tile(
+        row_pointers(q + head64 * q_head, first_query, q_row, BLOCK_Q, BLOCK_D), row_ok, D, BLOCK_D, True
+    )  # fmt: skip
+    if num_activations(ACTS) == 1:
+        dq = _walk(
+            q_tile, do + head64 * do_head, k + kv_head * k_head, v + kv_head * v_head,
+            out + head64 * DV, lse + head64, delta + head64, dk + head64 * D, dv + head64 * DV,
+            table, offsets_kv, num_sequences, num_queries, total_kv, tile, end, first_query,
+            do_batch, do_row, k_row, v_row, scale, out_scale,
+            H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, 0),
+            FAST_TANH, PRECISION, KEYS,
+        )  # fmt: skip
+    else:
+        dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        which = activation_of(head, ACTS)
+        for a in tl.static_range(num_activations(ACTS)):
+            if which == a:
+                dq = _walk(
+                    q_tile, do + head64 * do_head, k + kv_head * k_head, v + kv_head * v_head,
+                    out + head64 * DV, lse + head64, delta + head64, dk + head64 * D, dv + head64 * DV,
+                    table, offsets_kv, num_sequences, num_queries, total_kv, tile, end, first_query,
+                    do_batch, do_row, k_row, v_row, scale, out_scale,
+                    H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, a),
+                    FAST_TANH, PRECISION, KEYS,
+                )  # fmt: skip
+    first = part.to(tl.int64) * num_queries + first_query
+    store_tile(row_pointers(parts + head64 * D, first, H * D, BLOCK_Q, BLOCK_D), dq * scale, row_ok, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["num_parts", "size"])
+def reduce_parts(parts, dq, num_parts, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """``dq[n] = sum over p of parts[p, n]``, PARTS of them at a time; always in the same order."""
+    n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        p = first + tl.arange(0, PARTS)
+        ok = (p < num_parts)[:, None] & (n < size)[None, :]
+        total += tl.sum(tl.load(parts + p.to(tl.int64)[:, None] * size + n[None, :], mask=ok, other=0.0), 0)
+    tl.store(dq + n, total.to(dq.dtype.element_ty), mask=n < size)

@@ -1,0 +1,62 @@
+"""What the portable backend runs, and the tile tables it wants. Imports torch alone."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from ...schedule.choose import TritonConfigs, triton_configs
+from ...schedule.tiles import TableRequest
+from ...spec import AttentionSpec
+from ..base import Arch
+
+MAX_HEAD_DIM = 256
+# One tile holds any sequence: a table of such tiles is the non-empty sequences in the order of their lengths.
+WHOLE_SEQUENCE = 2**30
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter: Triton itself reads this variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def supports(spec: AttentionSpec, arch: Arch) -> str | None:
+    """See ``Capability.supports``."""
+    if arch.device_type == "cpu":
+        if not is_interpreted():
+            return "runs on a CPU only in Triton's interpreter, for tests (TRITON_INTERPRET=1)"
+    elif arch.device_type != "cuda":
+        return f"does not run on device type {arch.device_type!r}"
+    elif not arch.is_hip and (arch.capability or (0, 0)) < (8, 0):
+        return f"needs compute capability 8.0 or newer, got {arch.capability}"
+    if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"takes bfloat16, float16 and float32, got {spec.dtype}"
+    for name, dim in (("head dim", spec.head_dim), ("value head dim", spec.value_head_dim)):
+        if dim > MAX_HEAD_DIM:
+            return f"takes a {name} of at most {MAX_HEAD_DIM}, got {dim}"
+    if find_spec("triton") is None:
+        return "needs the triton package, which is not installed"
+    return None
+
+
+def configs(spec: AttentionSpec, arch: Arch) -> TritonConfigs:
+    """The configs of such a call."""
+    return triton_configs(
+        spec.head_dim, spec.value_head_dim, spec.dtype.itemsize, arch.device_type, arch.capability, arch.is_hip
+    )
+
+
+def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
+    """See ``Capability.table_requests``: of the forward, of dQ, of dK and dV."""
+    sizes = configs(spec, arch)
+    if spec.kind == "broadcast_q":
+        return (
+            TableRequest("kv", WHOLE_SEQUENCE, "kv"),
+            TableRequest("kv", sizes.broadcast_q_partial.block_kv, "kv"),
+            TableRequest("kv", sizes.backward_kv.block_kv, "kv"),
+        )
+    return (
+        TableRequest("q", sizes.forward.block_q, "kv"),
+        TableRequest("q", sizes.backward_q.block_q, "kv"),
+        TableRequest("kv", sizes.backward_kv.block_kv, "q"),
+    )
