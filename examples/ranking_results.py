@@ -1,0 +1,97 @@
+"""Train every data source, pooling and seed; write the CSV, the picture and the table of ``docs/ranking.md``.
+
+    python examples/ranking_results.py           # all runs of the results table
+    python examples/ranking_results.py --tune    # the grid behind the recipes, on validation data only
+
+Exit code 1: a bar of the results is not met.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from ranking import sources
+from ranking.outputs import write_csv
+from ranking.provenance import provenance
+from ranking.recipes import DATA, POOLINGS, grid, recipe
+from ranking.summary import Row, insert, markdown, plot, verdicts
+from ranking.training import TrainConfig, Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+TUNING_SEED = 1000  # no seed of the results
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true", help="run the tuning grid instead")
+    parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA))
+    parser.add_argument("--pooling", choices=POOLINGS, nargs="+", default=list(POOLINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--requests", type=int, help="size of the synthetic log")
+    parser.add_argument("--out", type=Path, default=ROOT / "examples" / "results", help="folder of the CSV")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of ranking.md and ranking.png")
+    return parser.parse_args(arguments)
+
+
+def _runs(options: argparse.Namespace) -> Iterator[tuple[str, TrainConfig]]:
+    for data in options.data:
+        for pooling in options.pooling:
+            if options.tune:
+                yield from ((data, config) for config in grid(data, pooling, TUNING_SEED))
+            else:
+                yield from ((data, recipe(data, pooling, seed)) for seed in options.seeds)
+
+
+def _train(data: str, config: TrainConfig, options: argparse.Namespace) -> list[Row]:
+    """One row an epoch."""
+    held_out = "validation" if options.tune else "test"
+    dataset = sources.load(data, config.seed, held_out, requests=options.requests if data == "synthetic" else None)
+    trainer = Trainer(dataset, config, options.device)
+    trainer.run()
+    bayes = trainer.bayes
+    run = {
+        "data": data,
+        "pooling": config.pooling,
+        "seed": config.seed,
+        "held_out": held_out,
+        "learning_rate": config.learning_rate,
+        "dropout": config.model.dropout,
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "base_rate": f"{dataset.held_out.label.mean():.6f}",
+        "bayes_ne": "" if bayes is None else f"{bayes.ne:.6f}",
+        "bayes_auc": "" if bayes is None else f"{bayes.auc:.6f}",
+    }
+    figures = [{name: f"{value:.6g}" for name, value in epoch.items()} for epoch in trainer.epochs]
+    return [{name: str(value) for name, value in {**run, **epoch}.items()} for epoch in figures]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parse(arguments)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    origin = provenance(options.device)
+    rows: list[Row] = []
+    for data, config in _runs(options):
+        new = [{**row, **origin} for row in _train(data, config, options)]
+        rows += new
+        last = new[-1]
+        print(
+            f"{data}, {config.pooling}, seed {config.seed}, learning rate {config.learning_rate}, dropout "
+            f"{config.model.dropout}: {last['held_out']} NE {last['ne']}, AUC {last['auc']}",
+            flush=True,
+        )
+    write_csv(options.out / ("ranking_tuning.csv" if options.tune else "ranking.csv"), rows, rows[0])
+    if options.tune:
+        return 0
+    plot(options.docs / "ranking.png", rows)
+    insert(options.docs / "ranking.md", markdown(rows))
+    print(markdown(rows))
+    return 0 if all(met for met, _ in verdicts(rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Train a click model with attention over jagged user histories, on a synthetic log or on MovieLens-100k.
+
+    python examples/train_ranking.py --data synthetic --out out/synthetic
+    python examples/train_ranking.py --data movielens --out out/movielens
+
+Writes ``metrics.csv``, ``curves.png`` and ``checkpoint.pt`` to the output folder after every epoch, each in one step.
+Exit code 2 and one line on standard error: an input or an option is wrong, and nothing was written.
+"""
+
+import argparse
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from ranking import sources
+from ranking.errors import InputError
+from ranking.metrics import Metrics
+from ranking.outputs import plot_curves, write_csv
+from ranking.recipes import DATA, POOLINGS, recipe
+from ranking.training import Trainer
+
+from jagged_attn import UnsupportedError
+from jagged_attn.backends import BACKENDS
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="train_ranking", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=DATA, default="synthetic")
+    parser.add_argument("--pooling", choices=POOLINGS, default="attention", help="mean: the baseline without attention")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto", help="what runs the attention")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of the synthetic log")
+    parser.add_argument("--epochs", type=int, help="passes over the training part (default: the tuned number)")
+    parser.add_argument("--out", type=Path, help="output folder (default: out/ranking-DATA-POOLING-seedN)")
+    parser.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="go on from a checkpoint of the same run")
+    parser.add_argument("--requests", type=int, help="size of the synthetic log")
+    parser.add_argument("--movielens-file", type=Path, help="ratings file (default: the one that recbole ships)")
+    return parser.parse_args(arguments)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a CPU build of torch asserts that it has CUDA
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--device {name}: is not available here ({reason.rstrip('.')}).") from error
+    return device
+
+
+def _score(metrics: Metrics) -> str:
+    return f"NE {metrics.ne:.4f}, AUC {metrics.auc:.4f}"
+
+
+def _report_epoch(trainer: Trainer, out: Path, title: str) -> None:
+    """Print the last epoch and bring the files in ``out`` up to date."""
+    row, bayes = trainer.epochs[-1], trainer.bayes
+    print(
+        f"epoch {row['epoch']}/{trainer.config.epochs}: training log-loss {row['train_loss']:.4f}, "
+        f"held-out {_score(Metrics(row['ne'], row['auc']))} ({row['seconds']:.0f} s)",
+        flush=True,
+    )
+    write_csv(out / "metrics.csv", trainer.epochs, row)
+    plot_curves(out / "curves.png", title, trainer.epochs, None if bayes is None else bayes.ne)
+    trainer.save(out / "checkpoint.pt")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load, train, and write the results."""
+    device = _device(options.device)
+    config = recipe(options.data, options.pooling, options.seed)
+    if options.epochs is not None:
+        if options.epochs < 1:
+            raise InputError(f"--epochs must be at least 1, got {options.epochs}.")
+        config = replace(config, epochs=options.epochs)
+    if options.seed < 0:
+        raise InputError(f"--seed must not be negative, got {options.seed}.")
+    dataset = sources.load(options.data, options.seed, requests=options.requests, path=options.movielens_file)
+    trainer = Trainer(dataset, config, device, options.backend)
+    if options.resume is not None:
+        trainer.load(options.resume)
+    train, held_out, bayes = dataset.train, dataset.held_out, trainer.bayes
+    print(
+        f"{dataset.name}: {len(train)} requests with {len(train.label)} candidates to learn from, {len(held_out)} with "
+        f"{len(held_out.label)} held out; held-out base rate {held_out.label.mean():.4f}, which scores NE 1"
+        + ("" if bayes is None else f"; the true probabilities score {_score(bayes)}"),
+        flush=True,
+    )
+    out = options.out or Path("out") / f"ranking-{options.data}-{options.pooling}-seed{options.seed}"
+    title = f"{options.data}, {options.pooling}, seed {options.seed}"
+    trainer.run(lambda trainer: _report_epoch(trainer, out, title))
+    print(f"wrote {out}/metrics.csv, curves.png and checkpoint.pt")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parse(arguments)
+    # TorchRec asks in every forward whether fx is tracing, and torch 2.13 logs advice to whoever asks.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    try:
+        run(options)
+    except (InputError, UnsupportedError, OSError) as error:
+        print(f"train_ranking: {'; '.join(line.strip() for line in str(error).splitlines())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
