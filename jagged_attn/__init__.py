@@ -1,4 +1,8 @@
-"""Attention over jagged sequences, for ads and recommendation models."""
+"""Attention over jagged sequences, for ads and recommendation models.
+
+Start with ``JaggedMultiHeadAttention`` and ``JaggedTargetAttention``, which take and return TorchRec ``JaggedTensor``s, or
+with the functions under them, ``jagged_attention`` and ``broadcast_q_attention``. Importing this imports torch alone.
+"""
 
 from .errors import BackendReport as BackendReport
 from .errors import JaggedAttentionError as JaggedAttentionError
@@ -6,11 +10,14 @@ from .errors import UnsupportedError as UnsupportedError
 from .functional import broadcast_q_attention as broadcast_q_attention
 from .functional import explain_backend as explain_backend
 from .functional import jagged_attention as jagged_attention
+from .jagged_tensor import with_values as with_values
 from .layout import JaggedLayout as JaggedLayout
 from .masks import BlockDiagonal as BlockDiagonal
 from .masks import Causal as Causal
 from .masks import Full as Full
 from .masks import Mask as Mask
 from .masks import SlidingWindow as SlidingWindow
+from .modules import JaggedMultiHeadAttention as JaggedMultiHeadAttention
+from .modules import JaggedTargetAttention as JaggedTargetAttention
 
 __version__ = "0.1.0"

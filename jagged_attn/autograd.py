@@ -1,7 +1,7 @@
 """Autograd of the operators: what the forward keeps, and which gradients return.
 
-One ``autograd.Function``, registered under the operator's Autograd key. ``torch.library.register_autograd`` would do the
-same with four times the CPU time a call, because it flattens the list of tables as a tree each time.
+One ``autograd.Function``, registered under the operator's Autograd key. ``torch.library.register_autograd`` would do
+the same at four times the CPU time a call, because it flattens the list of tables as a tree each time.
 """
 
 from typing import Any
