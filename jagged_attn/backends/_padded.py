@@ -178,7 +178,7 @@ def _softmax_(scores: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
 def _product(a: Tensor, b: Tensor, factor: float, term: Tensor | None = None) -> Tensor:
     """``factor * a b + term`` for batches of matrices."""
     if term is None:
-        return torch.baddbmm(a.new_zeros(()), a, b, beta=0, alpha=factor)
+        return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=factor)
     return torch.baddbmm(term, a, b, alpha=factor)
 
 

@@ -19,7 +19,7 @@ from .base import Arch, Geometry, lse_dtype, out_shape
 
 # Elements of a chunk: on a CPU what stays in its caches, elsewhere enough work for a kernel launch.
 _BUDGET = {"cpu": 1 << 19}
-_BUDGET_ELSEWHERE = 1 << 23
+_BUDGET_ELSEWHERE = 1 << 21
 
 
 def supports(spec: AttentionSpec, arch: Arch) -> str | None:
@@ -36,21 +36,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     """See ``Launch.forward``."""
     dtype = lse_dtype(q.dtype)
     shape = out_shape(q, v, geometry)
-    with torch.autocast(q.device.type, enabled=False):
-        plan = _plan(q, k, geometry, spec)
-        attend: Callable[..., tuple[Tensor, Tensor | None]] = (
-            _padded.flash_forward if _padded.flash_runs(spec, q.device.type) else _padded.forward
-        )
-        out = _Packed(shape, v.dtype, q.device, plan.fills_q)
-        lse = _Packed(shape[:-1], dtype, q.device, plan.fills_q, background=-torch.inf)
-        for chunk in plan.chunks:
-            q_c = _queries(q, chunk, geometry, dtype)
-            k_c, v_c = (_heads_first(chunk.rows_kv.gather(x, dtype)) for x in (k, v))
-            out_c, lse_c = attend(q_c, k_c, v_c, chunk, spec)
-            out.put(chunk.rows_q, out_c)
-            if lse_c is not None:
-                lse.put(chunk.rows_q, lse_c)
-        return out.tensor, lse.tensor if spec.has_softmax else lse.tensor.new_empty((*shape[:-2], 0))
+    plan = _plan(q, k, geometry, spec)
+    attend: Callable[..., tuple[Tensor, Tensor | None]] = (
+        _padded.flash_forward if _padded.flash_runs(spec, q.device.type) else _padded.forward
+    )
+    out = _Packed(shape, v.dtype, q.device, plan.fills_q)
+    lse = _Packed(shape[:-1], dtype, q.device, plan.fills_q, background=-torch.inf)
+    for chunk in plan.chunks:
+        q_c = _queries(q, chunk, geometry, dtype)
+        k_c, v_c = (_heads_first(chunk.rows_kv.gather(x, dtype)) for x in (k, v))
+        out_c, lse_c = attend(q_c, k_c, v_c, chunk, spec)
+        out.put(chunk.rows_q, out_c)
+        if lse_c is not None:
+            lse.put(chunk.rows_q, lse_c)
+    return out.tensor, lse.tensor if spec.has_softmax else lse.tensor.new_empty((*shape[:-2], 0))
 
 
 def backward(
@@ -58,23 +57,22 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``Launch.backward``."""
     dtype = lse_dtype(q.dtype)
-    with torch.autocast(q.device.type, enabled=False):
-        plan = _plan(q, k, geometry, spec)
-        attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
-            _padded.flash_backward if _padded.flash_runs(spec, q.device.type) else _padded.backward
-        )
-        dq = _Shared(q, dtype) if geometry.offsets_q is None else _Packed(q.shape, q.dtype, q.device, plan.fills_q)
-        dk, dv = (_Packed(x.shape, x.dtype, x.device, plan.fills_kv) for x in (k, v))
-        for chunk in plan.chunks:
-            q_c = _queries(q, chunk, geometry, dtype)
-            k_c, v_c = (_heads_first(chunk.rows_kv.gather(x, dtype)) for x in (k, v))
-            do_c = _heads_first(chunk.rows_q.gather(dout, dtype))
-            out_c, lse_c = (
-                (_heads_first(chunk.rows_q.gather(x, dtype)) if spec.has_softmax else None) for x in (out, lse)
-            )
-            for total, x in zip((dq, dk, dv), attend(do_c, q_c, k_c, v_c, out_c, lse_c, chunk, spec), strict=True):
-                total.put(chunk.rows_kv if total is not dq else chunk.rows_q, x)
-        return dq.tensor, dk.tensor, dv.tensor
+    plan = _plan(q, k, geometry, spec)
+    attend: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
+        _padded.flash_backward if _padded.flash_runs(spec, q.device.type) else _padded.backward
+    )
+    dq = _Shared(q, dtype) if geometry.offsets_q is None else _Packed(q.shape, q.dtype, q.device, plan.fills_q)
+    dk, dv = (_Packed(x.shape, x.dtype, x.device, plan.fills_kv) for x in (k, v))
+    for chunk in plan.chunks:
+        q_c = _queries(q, chunk, geometry, dtype)
+        k_c, v_c = (_heads_first(chunk.rows_kv.gather(x, dtype)) for x in (k, v))
+        do_c = _heads_first(chunk.rows_q.gather(dout, dtype))
+        out_c, lse_c = ((_heads_first(chunk.rows_q.gather(x, dtype)) if spec.has_softmax else None) for x in (out, lse))
+        dq_c, dk_c, dv_c = attend(do_c, q_c, k_c, v_c, out_c, lse_c, chunk, spec)
+        dq.put(chunk.rows_q, dq_c)
+        dk.put(chunk.rows_kv, dk_c)
+        dv.put(chunk.rows_kv, dv_c)
+    return dq.tensor, dk.tensor, dv.tensor
 
 
 def _plan(q: Tensor, k: Tensor, geometry: Geometry, spec: AttentionSpec) -> Plan:
