@@ -67,8 +67,16 @@ def barrier_expect_bytes(bar: Mbarrier, size: Any, pred: Any = None) -> None:
     """Await ``size`` bytes in this phase, and arrive once."""
     if is_true(pred):
         bar.expect(int(unwrap(size)))
-        bar.arrive(machine().running.release(), 1, machine().here())
+        _arrive(bar, 1)
         machine().pause()
+
+
+def _arrive(bar: Mbarrier, count: int) -> None:
+    """Arrive for the running task; whoever completes a phase knows that it is complete."""
+    task, before = machine().running, bar.phase
+    bar.arrive(task.release(), count, machine().here())
+    if bar.phase > before:
+        task.clock.phases[bar.number] = bar.phase
 
 
 def barrier_wait(bar: Mbarrier, phase: Any, pred: Any = None) -> None:
@@ -98,7 +106,7 @@ def barrier_arrive(bar: Mbarrier, arrive_count: Any = 1, remote_cta_rank: Any = 
     run = machine()
     target = bar if remote_cta_rank is None else in_cta(bar, by_rank(remote_cta_rank))
     threads = run.running.threads if target.per_thread else 1
-    target.arrive(run.running.release(), int(unwrap(arrive_count)) * threads, run.here())
+    _arrive(target, int(unwrap(arrive_count)) * threads)
     run.pause()
 
 
