@@ -1,0 +1,195 @@
+"""The command lines: what they write, that a resumed run writes the same, and one line for each wrong input."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import ranking_results
+import torch
+import train_ranking
+from ranking import summary
+from ranking.movielens import HEADER
+
+EXAMPLES = Path(train_ranking.__file__).parent
+TINY = ["--requests", "300", "--epochs", "2"]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_writes_metrics_curves_and_checkpoint_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "folder"
+    assert train_ranking.main([*TINY, "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoint.pt", "curves.png", "metrics.csv"]
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    rows = read_csv(out / "metrics.csv")
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    printed = capsys.readouterr().out
+    assert "the true probabilities score NE 0." in printed
+    for row in rows:
+        assert f"held-out NE {float(row['ne']):.4f}, AUC {float(row['auc']):.4f}" in printed
+
+
+def test_a_run_that_was_interrupted_resumes_to_the_same_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*TINY, "--pooling", "mean"]
+    assert train_ranking.main([*arguments, "--out", str(tmp_path / "whole")]) == 0
+    report, calls = train_ranking._report_epoch, []
+
+    def interrupt(*args: object) -> None:
+        report(*args)
+        calls.append(args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_ranking, "_report_epoch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_ranking.main([*arguments, "--out", str(tmp_path / "cut")])
+    assert len(calls) == 1
+    monkeypatch.setattr(train_ranking, "_report_epoch", report)
+    checkpoint = str(tmp_path / "cut" / "checkpoint.pt")
+    assert train_ranking.main([*arguments, "--out", str(tmp_path / "cut"), "--resume", checkpoint]) == 0
+    whole, cut = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in ("whole", "cut"))
+    for name, tensor in whole["model"].items():
+        assert torch.equal(tensor, cut["model"][name]), name
+    assert torch.equal(whole["rng"], cut["rng"])
+    assert [row["ne"] for row in whole["epochs"]] == [row["ne"] for row in cut["epochs"]]
+
+
+def test_movielens_trains_from_a_file(ratings_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--data", "movielens", "--movielens-file", str(ratings_file), "--epochs", "1", "--out", str(out)]
+    assert train_ranking.main(arguments) == 0
+    assert len(read_csv(out / "metrics.csv")) == 1
+
+
+WRONG = {
+    "missing file": (["--data", "movielens", "--movielens-file", "{dir}/no.inter"], "no.inter: cannot be read"),
+    "malformed file": (["--data", "movielens", "--movielens-file", "{dir}/bad.inter"], "bad.inter:2: must have 4"),
+    "NaN": (
+        ["--data", "movielens", "--movielens-file", "{dir}/nan.inter"],
+        "nan.inter:2: rating must be a whole",
+    ),
+    "id out of range": (
+        ["--data", "movielens", "--movielens-file", "{dir}/range.inter"],
+        "range.inter:2: item_id must",
+    ),
+    "folder as file": (["--data", "movielens", "--movielens-file", "{dir}"], "cannot be read: Is a directory"),
+    "file for synthetic": (["--movielens-file", "{dir}/bad.inter"], "--movielens-file must not be given"),
+    "requests for movielens": (["--data", "movielens", "--requests", "50"], "--requests must not be given"),
+    "too few requests": (["--requests", "9"], "--requests must be at least 10, got 9"),
+    "no epochs": (["--epochs", "0"], "--epochs must be at least 1, got 0"),
+    "negative seed": (["--seed", "-1"], "--seed must not be negative, got -1"),
+    "unknown device": (["--device", "abacus"], "--device abacus: is not available here"),
+    "absent device": (["--device", "cuda:63"], "--device cuda:63: is not available here"),
+    "missing checkpoint": ([*TINY, "--resume", "{dir}/no.pt"], "no.pt: there is no such checkpoint"),
+    "damaged checkpoint": ([*TINY, "--resume", "{dir}/bad.inter"], "bad.inter: is not a readable checkpoint"),
+    "output folder is a file": ([*TINY, "--pooling", "mean", "--out", "{dir}/bad.inter"], "File exists"),
+}
+
+
+@pytest.fixture
+def bad_files(tmp_path: Path) -> Path:
+    for name, line in (("bad", "1 2 3 4"), ("nan", "1\t2\tnan\t4"), ("range", "1\t99999\t3\t4")):
+        (tmp_path / f"{name}.inter").write_text(f"{HEADER}\n{line}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_stops_with_one_line_and_writes_nothing(
+    case: str, bad_files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(bad_files)
+    before = sorted(bad_files.rglob("*"))
+    arguments, message = WRONG[case]
+    assert train_ranking.main([argument.format(dir=bad_files) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train_ranking: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(bad_files.rglob("*")) == before
+
+
+def test_a_backend_that_refuses_stops_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    if torch.cuda.is_available():
+        pytest.skip("triton runs on this machine")
+    assert train_ranking.main([*TINY, "--backend", "triton", "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "'triton' does not run this call" in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--data", "netflix"], ["--epochs", "many"], ["--nonsense"]])
+def test_wrong_options_stop_with_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_ranking.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_script_runs_from_any_folder_without_a_traceback(bad_files: Path) -> None:
+    script = [sys.executable, str(EXAMPLES / "train_ranking.py")]
+    arguments = ["--data", "movielens", "--movielens-file", "nan.inter"]
+    ran = subprocess.run([*script, *arguments], cwd=bad_files, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    expected = "train_ranking: nan.inter:2: rating must be a whole number in [1, 5], got nan.\n"
+    assert ran.stderr == expected
+
+
+def row(data: str, pooling: str, seed: int, epoch: int, ne: float, auc: float, bayes: str = "") -> summary.Row:
+    made = dict.fromkeys(("date", "command", "commit", "python", "torch", "torchrec", "device", "threads"), "x")
+    figures = {"epoch": epoch, "ne": ne, "auc": auc, "bayes_ne": bayes, "seconds": 2, "seed": seed}
+    return {**made, "data": data, "pooling": pooling, **{name: str(value) for name, value in figures.items()}}
+
+
+def log(attention_ne: list[float], mean_ne: list[float], attention_auc: list[float], mean_auc: list[float]) -> list:
+    return [
+        *(row("synthetic", "attention", i, 1, 0.99, 0.5, "0.6") for i in range(len(attention_ne))),
+        *(row("synthetic", "attention", i, 2, ne, 0.8, "0.6") for i, ne in enumerate(attention_ne)),
+        *(row("synthetic", "mean", i, 2, ne, 0.7, "0.6") for i, ne in enumerate(mean_ne)),
+        *(row("movielens", "attention", i, 1, 0.9, auc) for i, auc in enumerate(attention_auc)),
+        *(row("movielens", "mean", i, 1, 0.9, auc) for i, auc in enumerate(mean_auc)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "met"),
+    [
+        (log([0.79, 0.799, 0.78], [0.9, 0.91, 0.9], [0.75, 0.76], [0.75, 0.76]), [True, True, True]),
+        (log([0.79, 0.81, 0.78], [0.9, 0.91, 0.9], [0.75, 0.76], [0.75, 0.76]), [False, True, True]),
+        (log([0.79, 0.70, 0.78], [0.8, 0.81, 0.8], [0.75, 0.76], [0.75, 0.76]), [True, False, True]),
+        (log([0.79, 0.799, 0.78], [0.9, 0.91, 0.9], [0.744, 0.754], [0.75, 0.76]), [True, True, False]),
+        (log([0.79, 0.799, 0.78], [0.9, 0.91, 0.9], [0.746, 0.756], [0.75, 0.76]), [True, True, True]),
+    ],
+)
+def test_verdicts_apply_the_bars_to_the_last_epochs(rows: list[summary.Row], met: list[bool]) -> None:
+    assert [verdict for verdict, _ in summary.verdicts(rows)] == met
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    return ranking_results
+
+
+def test_results_are_written_with_provenance_table_and_picture(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "ranking.md").write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    options = ["--data", "synthetic", "--pooling", "mean", "--seeds", "0", "1", "--requests", "60"]
+    assert script.main([*options, "--out", str(tmp_path), "--docs", str(tmp_path)]) == 0
+    rows = read_csv(tmp_path / "ranking.csv")
+    assert {row["seed"] for row in rows} == {"0", "1"}
+    assert all(row[name] for row in rows for name in ("date", "command", "torch", "torchrec", "device", "commit"))
+    page = (tmp_path / "ranking.md").read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("\nafter\n")
+    assert "old" not in page
+    assert "| synthetic | mean | 0, 1 |" in page
+    assert (tmp_path / "ranking.png").read_bytes().startswith(b"\x89PNG")
