@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from jagged_attn import Causal, JaggedLayout, SlidingWindow
+from jagged_attn import Causal, Full, JaggedLayout, SlidingWindow, jagged_attention
 from jagged_attn.backends import eager
 from jagged_attn.bench import memory, plot
 from jagged_attn.bench.__main__ import main
@@ -185,6 +185,27 @@ def test_masked_sdpa_honours_a_window():
 def test_peers_for_cuda_refuse_a_cpu_in_words():
     for name in ("fa4", "varlen_attn"):
         assert PEERS[name].refusal(make()) == "runs on CUDA only"
+
+
+@pytest.mark.parametrize("kind", ["self", "cross", "broadcast_q"])
+@pytest.mark.parametrize("name", ["fa4", "varlen_attn"])
+def test_packed_peers_are_fed_the_problem(name, kind, monkeypatch):
+    mask = SlidingWindow(3, 2) if kind == "self" else None
+    problem = make(kind, mask)
+
+    def stand_in(q, k, v, cu_q, cu_kv, longest_q, longest_kv, window_size=None):
+        assert cu_q.dtype == cu_kv.dtype == torch.int32
+        assert (longest_q, longest_kv) == (int(cu_q.diff().max()), int(cu_kv.diff().max()))
+        window = Full() if window_size is None else SlidingWindow(*window_size)
+        return jagged_attention(q, k, v, cu_q, cu_kv, mask=window, backend="reference")
+
+    def like_fa4(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **window):
+        return stand_in(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **window), None
+
+    monkeypatch.setattr("jagged_attn.bench.contestants._flash_attention_4", lambda: like_fa4)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
+    verdict = Gate(problem, sample=5).judge(PEERS[name].attempt(problem).solve())
+    assert verdict.passed, verdict.faults
 
 
 def test_a_padded_batch_of_many_gibibytes_is_refused():

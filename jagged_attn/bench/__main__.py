@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(PEERS)}; or none")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--repeats", type=int, help="timed passes of each contestant; default 30 on a GPU, 9 on a CPU")
+    parser.add_argument("--repeats", type=int, help="timed passes of each contestant; default 30 on a GPU, 7 on a CPU")
     parser.add_argument("--check", type=int, metavar="N", help="sequences compared; default 64 on a GPU, 24 on a CPU")
     parser.add_argument("--scale", choices=("full", "small"), default="full", help="small: a trial in seconds")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
@@ -109,7 +109,7 @@ def _settings(options: argparse.Namespace, device: torch.device) -> Settings:
         f"ceilings of this run: {ceilings.tflops:.4g} TFLOP/s ({ceilings.matmul_size} cubed product, {dtype}), "
         f"{ceilings.gb_per_s:.4g} GB/s (copy of {ceilings.copy_bytes / 2**20:.0f} MiB, read and written)\n"
     )
-    repeats = options.repeats or (30 if on_gpu else 9)
+    repeats = options.repeats or (30 if on_gpu else 7)
     sample = options.check or (64 if on_gpu else 24)
     return Settings(device, dtype, options.seed, small, repeats, sample, options.memory, ceilings, clock)
 

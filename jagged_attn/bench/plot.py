@@ -16,8 +16,8 @@ _GROUP_HEIGHT = 0.8
 def plot_rows(path: Path, rows: Sequence[Row], provenance: Provenance) -> None:
     """Draw forward and backward times as grouped bars, with the 20th to 80th percentile as whiskers.
 
-    A bar's length is its time over the slowest of its workload, so that workloads of any size can be read side by side;
-    the time itself stands behind the bar.
+    A bar's length is its time over the slowest 80th percentile of its workload, so that workloads of any size can be
+    read side by side; the time itself stands behind the bar.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -64,18 +64,17 @@ def _colors(rows: Sequence[Row]) -> dict[str, str]:
 def _draw_phase(axis: Any, phase: str, rows: Sequence[Row], workloads: Sequence[str], colors: dict[str, str]) -> None:
     for group, workload in enumerate(workloads):
         mine = [row for row in rows if row.workload == workload]
-        slowest = max((row.median_ms for row in mine), default=1.0)
+        slowest = max((row.p80_ms for row in mine), default=1.0)
         thickness = _GROUP_HEIGHT / max(len(mine), 1)
         for place, row in enumerate(mine):
             y = group - _GROUP_HEIGHT / 2 + (place + 0.5) * thickness
             length = row.median_ms / slowest
             whisker = [[(row.median_ms - row.p20_ms) / slowest], [(row.p80_ms - row.median_ms) / slowest]]
             axis.barh(y, length, 0.9 * thickness, color=colors[row.contestant], xerr=whisker, ecolor="#333333")
-            end = max(length, row.p80_ms / slowest)
-            axis.text(end + 0.015, y, f"{row.median_ms:.3g} ms", va="center", fontsize=7.5)
+            axis.text(row.p80_ms / slowest + 0.015, y, f"{row.median_ms:.3g} ms", va="center", fontsize=7.5)
     axis.set_title(phase)
-    axis.set_xlabel("time / slowest of the workload (whiskers: 20th to 80th percentile)", fontsize=8)
+    axis.set_xlabel("time over the workload's slowest (bar: median, whisker: 20th to 80th percentile)", fontsize=8)
     axis.set_yticks(range(len(workloads)), workloads)
     axis.set_ylim(len(workloads) - 0.5, -0.5)
-    axis.set_xlim(0, 1.2)
+    axis.set_xlim(0, 1.15)
     axis.spines[["top", "right"]].set_visible(False)

@@ -102,11 +102,12 @@ def compare_with_peers(rows: Sequence[Row]) -> None:
 
 
 def render(problem: Problem, rows: Sequence[Row]) -> str:
-    """The rows of one workload as a table; a contestant without a speed has its reason in place of numbers."""
+    """The rows of one workload as a table, calls in microseconds; where there is no speed, the reason stands."""
     w = problem.workload
+    unit, per_ms = ("ms", 1.0) if w.measures == "time" else ("us", 1e3)
     lines = [
         f"{w.name}: {w.describe()}; {rows[0].dtype}, {rows[0].tokens_q:,} x {rows[0].tokens_kv:,} tokens",
-        f"  {'contestant':<14}{'phase':<24}{'median ms':>11}{'p20':>10}{'p80':>10}{'TFLOP/s':>9}{'GB/s':>8}"
+        f"  {'contestant':<14}{'phase':<24}{f'median {unit}':>11}{'p20':>10}{'p80':>10}{'TFLOP/s':>9}{'GB/s':>8}"
         f"{'peak MiB':>10}{'err/allowed':>12}{'vs best peer':>14}",
     ]
     for row in rows:
@@ -114,8 +115,9 @@ def render(problem: Problem, rows: Sequence[Row]) -> str:
         if row.status != OK:
             lines.append(f"{head}  {row.status.upper()}: {row.reason}")
             continue
+        times = [time * per_ms for time in (row.median_ms, row.p20_ms, row.p80_ms)]
         lines.append(
-            f"{head}{row.median_ms:>11.4g}{row.p20_ms:>10.4g}{row.p80_ms:>10.4g}{_number(row.tflops, 9, '.1f')}"
+            f"{head}{times[0]:>11.4g}{times[1]:>10.4g}{times[2]:>10.4g}{_number(row.tflops, 9, '.1f')}"
             f"{_number(row.gb_per_s, 8, '.0f')}{_number(row.peak_mib, 10, '.1f')}"
             f"{_number(row.error_of_allowed, 12, '.2f')}{_number(row.vs_best_peer, 14, '.3f')}"
         )
