@@ -133,8 +133,7 @@ class PersonalizedFeedForward(nn.Module):
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
         self.embed_dim = embed_dim
         self.options = AttentionOptions.checked(num_heads, _FULL, activation, scale, backend)
-        if SOFTMAX in self.options.activation:
-            raise ValueError(f"activation must be element-wise, got {activation!r}.")
+        check_elementwise(self.options)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         context_dim = embed_dim if context_dim is None else context_dim
         self.generate = KeyValueGeneration(num_context_tokens, context_dim, num_keys, embed_dim, num_heads, **made)
@@ -181,3 +180,9 @@ def _attend(rows: Tensor, k: Tensor, v: Tensor, x: Any, options: AttentionOption
     layout_kv = uniform_layout(layout, k.shape[1])
     q = rows.unflatten(-1, k.shape[2:]).to(k.dtype)
     return jagged_attention(q, k.flatten(0, 1), v.flatten(0, 1), layout, layout_kv, **options.keywords()).flatten(-2)
+
+
+def check_elementwise(options: AttentionOptions) -> None:
+    """Raise ``ValueError`` if the activation of any head is a softmax."""
+    if SOFTMAX in options.activation:
+        raise ValueError(f"activation must be element-wise, got {options.activation!r}.")

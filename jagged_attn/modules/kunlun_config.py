@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..masks import Mask, SlidingWindow
+from .gdpa import check_elementwise
 from .options import AttentionOptions, Heads, check_sizes
 from .rotary import RotaryTemporalEmbedding
 from .wukong import Partition
@@ -80,7 +81,7 @@ class EventTowerConfig:
             raise ValueError(f"num_seeds must be more than num_tokens = {self.num_tokens}, got {self.num_seeds}.")
         if not isinstance(self.window, Mask):
             check_sizes(window=self.window)
-        AttentionOptions.checked(self.num_heads, self.mask, self.activation, self.ffn_scale, "auto")
+        check_elementwise(AttentionOptions.checked(self.num_heads, self.mask, self.activation, self.ffn_scale, "auto"))
         if self.rotary:
             RotaryTemporalEmbedding(heads.head_dim, **(self.rotary_options or {}))
 
