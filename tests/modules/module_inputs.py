@@ -18,7 +18,7 @@ __all__ = ["EmbeddingCollection", "EmbeddingConfig", "JaggedTensor", "KeyedJagge
 # 0, 1 and both sides of the block sizes in use, with empty sequences first, last and in a row.
 LENGTHS = (0, 1, 31, 32, 33, 0, 0, 63, 65, 0)
 OTHER_LENGTHS = (3, 0, 17, 40, 1, 5, 0, 33, 64, 0)
-BACKEND = "reference"
+BACKEND = "auto"
 
 
 def jagged(lengths: tuple[int, ...], width: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:

@@ -190,7 +190,7 @@ import sys, torch
 from jagged_attn.modules import JaggedMultiHeadAttention, JaggedTargetAttention
 print([name for name in ("torchrec", "fbgemm_gpu", "triton") if name in sys.modules])
 x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(1, 8)], layout=torch.jagged)
-JaggedTargetAttention(8, 2, num_queries=3, backend="reference")(JaggedMultiHeadAttention(8, 2, backend="reference")(x))
+JaggedTargetAttention(8, 2, num_queries=3)(JaggedMultiHeadAttention(8, 2)(x))
 print([name for name in ("torchrec", "fbgemm_gpu") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
