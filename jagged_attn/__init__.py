@@ -1,6 +1,6 @@
 """Attention over jagged sequences, for ads and recommendation models.
 
-Start with ``JaggedMultiHeadAttention`` and ``JaggedTargetAttention``, which take and return TorchRec ``JaggedTensor``s, or
+Start with ``JaggedMultiHeadAttention`` and ``JaggedTargetAttention``, which take and return TorchRec jagged tensors, or
 with the functions under them, ``jagged_attention`` and ``broadcast_q_attention``. Importing this imports torch alone.
 """
 
