@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..activations import ELEMENTWISE, SOFTMAX
-from ..masks import Causal, Full, Mask
+from ..masks import Full, Mask, SlidingWindow
 from ..spec import AttentionSpec
 from ._buckets import Chunk
 
@@ -26,13 +26,15 @@ def flash_runs(spec: AttentionSpec, device_type: str) -> bool:
 
     They keep no scores, take any strides, and treat each sequence and head apart, in the dtype of the chunk.
     """
-    is_causal = spec.mask == Causal() and spec.kind == "self" and spec.group_size == 1
+    mask = spec.mask
+    # In self-attention both alignments are one. Folded heads would break the order of rows.
+    is_causal = isinstance(mask, SlidingWindow) and (mask.left, mask.right) == (None, 0) and spec.kind == "self"
     return (
         device_type == "cpu"
         and spec.activation == (SOFTMAX,)
         and spec.head_dim == spec.value_head_dim
         and spec.out_scale == 1.0
-        and (spec.mask == Full() or is_causal)
+        and (mask == Full() or (is_causal and spec.group_size == 1))
         and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")
     )
 
@@ -207,8 +209,9 @@ def _tiles(q: Tensor, k: Tensor, chunk: Chunk, mask: Mask) -> Iterator[tuple[sli
         end = min(start + step, len_q)
         lowest, _ = mask.key_range(start, len_q, len_q + chunk.shifts[0])
         _, highest = mask.key_range(end - 1, len_q, len_q + chunk.shifts[1])
-        keys = slice(min(max(lowest, 0), len_kv), min(max(highest, 0), len_kv))
-        yield slice(start, end), keys
+        # At least one key, hidden from all rows if none sees any: a maximum over no key does not exist.
+        lowest = min(max(lowest, 0), len_kv - 1)
+        yield slice(start, end), slice(lowest, min(max(highest, lowest + 1), len_kv))
 
 
 def _hidden(chunk: Chunk, spec: AttentionSpec, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
