@@ -95,14 +95,15 @@ def test_autocast_on_a_gpu_is_as_close_to_float64_as_autocast_on_a_cpu() -> None
         assert_within(name, results[DEVICE][name].cpu(), expected, results["cpu"][name])
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_call_waits_for_the_device() -> None:
     model, batch = Model().to(DEVICE), inputs(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         run(model, *batch)  # compiles the kernels
         fresh = inputs(DEVICE)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             run(model, *fresh)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jagged_attn import BlockDiagonal, Causal, Full, SlidingWindow
 from jagged_attn.jagged_tensor import with_values
-from jagged_attn.modules import JaggedMultiHeadAttention
+from jagged_attn.modules import HeadNorm, JaggedMultiHeadAttention
 from jagged_attn.testing.tolerance import assert_within
 
 E, KDIM, VDIM = 14, 11, 9
@@ -254,6 +254,18 @@ def test_autocast_takes_float32_and_keeps_normed_queries_in_its_dtype() -> None:
     exact = make(qk_norm=True)(with_values(x, x.values().double())).values()
     padded = padded_formulation(copy.deepcopy(module).bfloat16(), with_values(x, x.values().bfloat16()))
     assert_within("out", out, exact, padded)
+
+
+def test_head_norm_keeps_the_dtype_where_autocast_runs_norms_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    rms_norm = nn.functional.rms_norm
+
+    def in_float32(x: Tensor, shape: Any, weight: Tensor, eps: float | None) -> Tensor:
+        return rms_norm(x.float(), shape, weight.float(), eps)
+
+    monkeypatch.setattr(nn.functional, "rms_norm", in_float32)
+    norm = HeadNorm(7)
+    assert norm(torch.randn(5, 3, 7).bfloat16()).dtype == torch.bfloat16
+    assert norm(torch.randn(5, 3, 7)).dtype == torch.float32
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
