@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_attn as ja
 from jagged_attn.backends import _padded, eager
-from jagged_attn.backends._buckets import Chunk, Cost, Plan, RowIndex, RowRange, SequenceIndex, plan_sync
+from jagged_attn.backends._buckets import Chunk, Cost, Plan, plan_sync
+from jagged_attn.backends._rows import RowIndex, RowRange, SequenceIndex
 from jagged_attn.backends.base import Geometry
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.inputs import AttentionInputs, attention_inputs, draw_lengths
@@ -321,3 +322,12 @@ def test_one_plan_serves_a_stack_of_layers_and_their_backward(monkeypatch: pytes
         x = ja.jagged_attention(x, x, x, ja.JaggedLayout(inputs.layout_kv.offsets), backend="eager")
     x.sum().backward()
     assert len(plans) == 1
+
+
+def test_plans_stay_on_the_host_whatever_the_default_device() -> None:
+    inputs = inputs_of("self")
+    expected = run(inputs, "eager")
+    layout = ja.JaggedLayout(inputs.layout_kv.offsets.clone())
+    with torch.device("meta"):
+        out = ja.jagged_attention(inputs.q, inputs.k, inputs.v, layout, backend="eager")
+    assert torch.equal(out, expected["out"])

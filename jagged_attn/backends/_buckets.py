@@ -1,4 +1,4 @@
-"""Buckets: which sequences of a jagged batch are padded together, and the gathers and scatters between both forms.
+"""Buckets: which sequences of a jagged batch are padded together.
 
 Sequences of similar (query length, key length) share a bucket, so little of the padded work is wasted; a bucket is cut
 into chunks, so memory stays bounded. The plan is made on the host, by a fixed number of vectorised steps.
@@ -6,106 +6,20 @@ into chunks, so memory stays bounded. The plan is made on the host, by a fixed n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..layout import row_bounds
+from ._rows import RowIndex, RowRange, Rows, SequenceIndex
 
+# Named wherever a tensor is made, since a user may have set another default device.
+_HOST = torch.device("cpu")
 # Largest length of each class: steps of 16 up to 128, then 8 steps an octave. Padding to the longest of a class adds
 # less than 16 rows or an eighth. Finer classes make more and smaller chunks, each with a fixed cost.
-_CLASS_ENDS = torch.tensor([*range(16, 128, 16), *(step << octave for octave in range(4, 40) for step in range(8, 16))])
-
-
-class Rows(Protocol):
-    """The rows that a chunk takes from a tensor, and where each stands among the padding."""
-
-    @property
-    def count(self) -> int:
-        """Number of sequences."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Rows of the longest of them."""
-        ...
-
-    def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[count, length, ...]`` in ``dtype``, zero where padded: a view if the rows permit, else a new tensor."""
-        ...
-
-    def scatter(self, into: Tensor, x: Tensor) -> None:
-        """Write ``x [count, length, ...]``, less its padding, to the rows of ``into``."""
-        ...
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """Sequences of one length that follow one another in the packed tensor: nothing to index, nothing to pad."""
-
-    count: int
-    length: int
-    first: int
-
-    def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """See ``Rows.gather``."""
-        return self._of(x).to(dtype)
-
-    def scatter(self, into: Tensor, x: Tensor) -> None:
-        """See ``Rows.scatter``."""
-        self._of(into).copy_(x)
-
-    def _of(self, x: Tensor) -> Tensor:
-        return x.narrow(0, self.first, self.count * self.length).unflatten(0, (self.count, self.length))
-
-
-@dataclass(frozen=True)
-class RowIndex:
-    """Sequences of any lengths and places, padded to the longest.
-
-    Attributes:
-        count: number of sequences.
-        length: rows of the longest of them.
-        sources: ``[count * length]``, the packed row of each slot; some existing row for padding.
-        targets: the same, but one past the last packed row for padding: ``scatter`` needs a spare row there.
-        padding: ``[*]``, the slots that are padding.
-    """
-
-    count: int
-    length: int
-    sources: Tensor
-    targets: Tensor
-    padding: Tensor
-
-    def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """See ``Rows.gather``."""
-        rows = x.index_select(0, self.sources).to(dtype)
-        if self.padding.numel():
-            # Not a product with a mask: a NaN of the row that stands in for the padding would survive it.
-            rows.index_fill_(0, self.padding, 0.0)
-        return rows.unflatten(0, (self.count, self.length))
-
-    def scatter(self, into: Tensor, x: Tensor) -> None:
-        """See ``Rows.scatter``."""
-        into.index_copy_(0, self.targets, x.to(into.dtype).flatten(0, 1))
-
-
-@dataclass(frozen=True)
-class SequenceIndex:
-    """Whole sequences of a ``[B, S, ...]`` tensor, as broadcast-Q has for its outputs."""
-
-    count: int
-    length: int
-    sequences: Tensor
-
-    def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """See ``Rows.gather``."""
-        return x.index_select(0, self.sequences).to(dtype)
-
-    def scatter(self, into: Tensor, x: Tensor) -> None:
-        """See ``Rows.scatter``."""
-        into.index_copy_(0, self.sequences, x.to(into.dtype))
+_CLASS_ENDS = torch.tensor(
+    [*range(16, 128, 16), *(step << octave for octave in range(4, 40) for step in range(8, 16))], device=_HOST
+)
 
 
 @dataclass(frozen=True)
@@ -168,6 +82,10 @@ def plan_sync(offsets_q: Tensor | None, offsets_kv: Tensor, rows_q: int, rows_kv
         rows_q: rows of the queries; S for broadcast-Q.
         rows_kv: rows of keys and values.
         cost: what bounds a chunk.
+
+    Returns:
+        The plan, with its indices on the offsets' device. Bad offsets are clamped to the rows that exist; sequences
+        that then share rows are computed all the same.
     """
     device = offsets_kv.device
     starts_kv, lengths_kv, disjoint_kv = _read_sync(offsets_kv, rows_kv)
@@ -248,7 +166,7 @@ class _Segments:
     @property
     def rank(self) -> Tensor:
         """``[n]``, the place of each sequence in its run."""
-        return torch.arange(len(self.of)) - self.firsts[self.of]
+        return torch.arange(len(self.of), device=_HOST) - self.firsts[self.of]
 
     def reduce(self, x: Tensor, how: str) -> Tensor:
         """``[runs]``, ``amin``, ``amax`` or ``sum`` of ``x [n]``."""
@@ -266,7 +184,8 @@ def _cut(lengths_q: Tensor, lengths_kv: Tensor, starts_q: Tensor, starts_kv: Ten
         cost.whole
         and len(buckets.firsts) == 1
         and all(
-            bool((starts == starts[0] + length * torch.arange(len(starts))).all()) and bool((lengths == length).all())
+            bool((starts == starts[0] + length * torch.arange(len(starts), device=_HOST)).all())
+            and bool((lengths == length).all())
             for starts, lengths, length in ((starts_q, lengths_q, longest_q), (starts_kv, lengths_kv, longest_kv))
         )
     ):
@@ -288,7 +207,7 @@ def _rows(
     )
     slots = torch.where(is_range[segments.of], 0, longest[segments.of])
     sequence = torch.repeat_interleave(slots)
-    position = torch.arange(len(sequence)) - (slots.cumsum(0) - slots)[sequence]
+    position = torch.arange(len(sequence), device=_HOST) - (slots.cumsum(0) - slots)[sequence]
     is_row = position < lengths[sequence]
     row = starts[sequence] + position
     chunk_slots = segments.reduce(slots, "sum")

@@ -1,8 +1,8 @@
 """The eager backend: vectorised PyTorch on any device, in any floating dtype; what ``backend="auto"`` uses on a CPU.
 
-Sequences of similar lengths are padded together (``_buckets``) and computed as one dense batch (``_padded``), in fp32
-(float64 for float64 inputs). Padding is zeros, never rows of another sequence, so nothing passes from one sequence to
-another. Each layout's buckets are planned once, on the host; on a GPU that waits for the device.
+Sequences of similar lengths are padded together (``_buckets``, ``_rows``) and computed as one dense batch
+(``_padded``), in fp32 (float64 for float64 inputs). Padding is zeros, never rows of another sequence, so nothing passes
+from one sequence to another. Each layout's buckets are planned once, on the host; on a GPU that waits for the device.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,8 @@ from ..layout import derived
 from ..schedule.tiles import TableRequest
 from ..spec import AttentionSpec
 from . import _padded
-from ._buckets import Chunk, Cost, Plan, RowRange, Rows, plan_sync
+from ._buckets import Chunk, Cost, Plan, plan_sync
+from ._rows import RowRange, Rows
 from .base import Arch, Geometry, lse_dtype, out_shape
 
 # Elements of a chunk: on a CPU what stays in its caches, elsewhere enough work for a kernel launch.
@@ -76,7 +77,7 @@ def backward(
 
 
 def _plan(q: Tensor, k: Tensor, geometry: Geometry, spec: AttentionSpec) -> Plan:
-    """The chunks of a call, remembered beside its offsets."""
+    """The chunks of a call, remembered beside its offsets; the first time, a GPU is waited for."""
     is_flash = _padded.flash_runs(spec, q.device.type)
     cost = Cost(
         budget=_BUDGET.get(q.device.type, _BUDGET_ELSEWHERE),
