@@ -4,8 +4,9 @@ import time
 from dataclasses import replace
 
 import pytest
-from jagged_attn.testing.emulator import Schedule, emulate
 from tlx_kernels.problems import attention_problem, matmul_problem, pair_problem
+
+from jagged_attn.testing.emulator import Schedule, emulate
 
 CASES = {
     "matmul": matmul_problem,

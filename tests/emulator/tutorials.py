@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import triton
-from jagged_attn.testing.emulator import Launch, Report, emulate
 from triton.backends.compiler import GPUTarget
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from jagged_attn.testing.emulator import Launch, Report, emulate
 
 _PACKAGE = "triton.language.extra.tlx.tutorials"
 
@@ -40,7 +41,9 @@ def attention_reference(q: Any, k: Any, v: Any, scale: float, causal: bool = Fal
     return scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
 
 
-def forward(name: str, kernel: str, grid: tuple[int, ...], config: dict[str, Any], launch: Launch, **extra: Any) -> Report:
+def forward(
+    name: str, kernel: str, grid: tuple[int, ...], config: dict[str, Any], launch: Launch, **extra: Any
+) -> Report:
     """Run a forward tutorial and check its numbers. ``extra`` holds constexpr arguments beyond the config's."""
     module = load(name)
     batch, heads, length, dim = 1, extra.pop("heads", 1), extra.pop("length", 512), extra.pop("dim", 128)
@@ -49,7 +52,8 @@ def forward(name: str, kernel: str, grid: tuple[int, ...], config: dict[str, Any
     o, lse = torch.empty_like(q), torch.empty(batch, heads, length)
     rows, scale = batch * heads * length, 0.5 * dim**-0.5
     maps = {
-        f"desc_{n}": TensorDescriptor(x, [rows, dim], [dim, 1], [1, 1]) for n, x in zip("qkvo", (q, k, v, o), strict=True)
+        f"desc_{n}": TensorDescriptor(x, [rows, dim], [dim, 1], [1, 1])
+        for n, x in zip("qkvo", (q, k, v, o), strict=True)
     }
     values = {**config, **extra, "HEAD_DIM": dim, "FP8_OUTPUT": False}
     module._host_descriptor_pre_hook({**values, **maps})
@@ -99,11 +103,17 @@ FORWARDS: dict[str, tuple[str, str, tuple[int, ...], dict[str, Any], dict[str, A
     ),
     "blackwell_fa_ws_pipelined_persistent": (
         *("blackwell_fa_ws_pipelined_persistent", "_attn_fwd_ws", (2,)),
-        *({**_PIPELINED, "GROUP_SIZE_N": 1, "RESCALE_OPT": False, "USE_WHERE": False, "USE_WARP_BARRIER": False}, {"STAGE": 1}),
+        *(
+            {**_PIPELINED, "GROUP_SIZE_N": 1, "RESCALE_OPT": False, "USE_WHERE": False, "USE_WARP_BARRIER": False},
+            {"STAGE": 1},
+        ),
     ),
     "blackwell_fa_ws_pipelined_persistent_causal": (
         *("blackwell_fa_ws_pipelined_persistent", "_attn_fwd_ws", (2,)),
-        *({**_PIPELINED, "GROUP_SIZE_N": 4, "RESCALE_OPT": True, "USE_WHERE": True, "USE_WARP_BARRIER": True}, {"STAGE": 3}),
+        *(
+            {**_PIPELINED, "GROUP_SIZE_N": 4, "RESCALE_OPT": True, "USE_WHERE": True, "USE_WARP_BARRIER": True},
+            {"STAGE": 3},
+        ),
     ),
     "blackwell_fa_clc": (
         *("blackwell_fa_clc", "_attn_fwd_clc", (4,)),

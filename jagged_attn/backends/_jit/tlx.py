@@ -1,7 +1,7 @@
 """The one import of TLX: kernels write ``from jagged_attn.backends._jit.tlx import tlx``.
 
-TLX comes with fbtriton. The emulator needs no switch here: it recognises this module object among the names that a kernel
-uses and puts its own ``tlx`` in its place, so the source that the GPU runs is the source that the CPU checks.
+TLX comes with fbtriton. The emulator needs no switch here: it recognises this module object among the names that a
+kernel uses and puts its own ``tlx`` in its place, so the source that the GPU runs is the source that the CPU checks.
 """
 
 import importlib.util

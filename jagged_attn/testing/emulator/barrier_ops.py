@@ -17,7 +17,9 @@ from .parameters import NAMED_BARRIERS, THREADS_PER_WARP
 _BARRIER_BYTES = 8
 
 
-def alloc_barriers(num_barriers: Any, arrive_count: Any = 1, _name: str = "barrier", _threads: bool = False) -> BarrierArray:
+def alloc_barriers(
+    num_barriers: Any, arrive_count: Any = 1, _name: str = "barrier", _threads: bool = False
+) -> BarrierArray:
     """Allocate mbarriers that complete a phase at ``arrive_count`` arrivals."""
     run, count = machine(), int(unwrap(num_barriers))
     cta = run.running.cta
@@ -31,7 +33,9 @@ def alloc_barriers(num_barriers: Any, arrive_count: Any = 1, _name: str = "barri
     return BarrierArray(made)
 
 
-def alloc_warp_barrier(num_barriers: Any, num_warps: Any = 1, num_arrivals: Any = 1, _name: str = "barrier") -> BarrierArray:
+def alloc_warp_barrier(
+    num_barriers: Any, num_warps: Any = 1, num_arrivals: Any = 1, _name: str = "barrier"
+) -> BarrierArray:
     """Allocate mbarriers at which every thread arrives for itself."""
     count = THREADS_PER_WARP * int(unwrap(num_warps)) * int(unwrap(num_arrivals))
     return alloc_barriers(num_barriers, count, _name=_name, _threads=True)
@@ -43,11 +47,15 @@ def in_cta(barrier: Mbarrier, cta: Cta) -> Mbarrier:
         return barrier
     for number, group in enumerate(barrier.cta.barrier_groups):
         if barrier in group:
-            # Behind the initialisation of mbarriers the compiler puts a barrier of the cluster.
-            if len(cta.barrier_groups) <= number:
-                machine().block(lambda: len(cta.barrier_groups) > number, lambda: f"waits for {cta.name} to start")
+            _await_start(cta, number)
             return cta.barrier_groups[number][group.index(barrier)]
     raise machine().fail(Verdict.REMOTE, f"{barrier.name} is not a barrier of this cluster")
+
+
+def _await_start(cta: Cta, number: int) -> None:
+    """Behind the initialisation of mbarriers the compiler puts a barrier of the cluster."""
+    if len(cta.barrier_groups) <= number:
+        machine().block(lambda: len(cta.barrier_groups) > number, lambda: f"waits for {cta.name} to start")
 
 
 def by_rank(rank: Any) -> Cta:
@@ -72,11 +80,11 @@ def barrier_expect_bytes(bar: Mbarrier, size: Any, pred: Any = None) -> None:
 
 
 def _arrive(bar: Mbarrier, count: int) -> None:
-    """Arrive for the running task; whoever completes a phase knows that it is complete."""
+    """Arrive for the running task; whoever completes a phase knows that it is complete, and keeps that to itself."""
     task, before = machine().running, bar.phase
     bar.arrive(task.release(), count, machine().here())
     if bar.phase > before:
-        task.clock.phases[bar.number] = bar.phase
+        task.completed_phases[bar.number] = bar.phase
 
 
 def barrier_wait(bar: Mbarrier, phase: Any, pred: Any = None) -> None:
@@ -88,8 +96,11 @@ def barrier_wait(bar: Mbarrier, phase: Any, pred: Any = None) -> None:
     if parity not in (0, 1):
         raise run.fail(Verdict.PHASE, f"parity {parity} of {bar.name}")
     if bar.cta is not task.cta:
-        raise run.fail(Verdict.REMOTE, f"waits for {bar.name} of {bar.cta.name}: only a local mbarrier can be waited for")
-    needed = bar.phases_needed(task.clock.phases.get(bar.number, 0), parity)
+        raise run.fail(
+            Verdict.REMOTE, f"waits for {bar.name} of {bar.cta.name}: only a local mbarrier can be waited for"
+        )
+    known = max(task.clock.phases.get(bar.number, 0), task.completed_phases.get(bar.number, 0))
+    needed = bar.phases_needed(known, parity)
 
     def ready() -> bool:
         bar.check_lap(needed, parity, who)
@@ -119,7 +130,9 @@ def _named(bar: Any, arrive_count: Any, wait: bool) -> None:
     generation = meeting.arrive(task, task.threads, expected, f"named barrier {number}")
     if wait:
         text = f"waits at named barrier {number}"
-        run.block(lambda: meeting.generation != generation, lambda: f"{text}: {meeting.here} of {expected} threads are there")
+        run.block(
+            lambda: meeting.generation != generation, lambda: f"{text}: {meeting.here} of {expected} threads are there"
+        )
         task.clock.join(meeting.released)
     else:
         run.pause()
@@ -142,7 +155,9 @@ def cluster_barrier() -> None:
     meeting = cluster[0].named.setdefault(-1, Rendezvous())
     generation = meeting.arrive(run.running, 1, len(cluster), "the cluster barrier")
     text = "waits at the cluster barrier"
-    run.block(lambda: meeting.generation != generation, lambda: f"{text}: {meeting.here} of {len(cluster)} CTAs are there")
+    run.block(
+        lambda: meeting.generation != generation, lambda: f"{text}: {meeting.here} of {len(cluster)} CTAs are there"
+    )
     run.running.clock.join(meeting.released)
 
 

@@ -88,7 +88,8 @@ class Mbarrier:
     def check_lap(self, needed: int, parity: int, who: str) -> None:
         """Report a barrier that completed more phases than its waiter could count."""
         if self.phase > needed and self.cta.machine.checks.laps:
-            text = f"{who} waits for parity {parity} of {self.name}, meaning phase {needed - 1}; it has completed {self.phase}"
+            text = f"{who} waits for parity {parity} of {self.name}, meaning phase {needed - 1}"
+            text += f"; it has completed {self.phase}"
             raise EmulatorError(Verdict.LAPPED, text)
 
 

@@ -14,7 +14,6 @@ from .memory import SMEM, TMEM, AliasSpec, Buffer
 from .numerics import np_dtype, raw_data, tensor, unwrap
 from .parameters import TENSOR_LANES
 
-
 # What unwritten memory holds; arithmetic with a number leaves this NaN as it is.
 _POISON = np.uint32(0xFFFFFFFF)
 
@@ -37,7 +36,9 @@ def local_alloc(
     bits = kind.primitive_bitwidth
     if storage == TMEM:
         if len(sizes) != 2 or sizes[0] not in (TENSOR_LANES // 2, TENSOR_LANES) or sizes[1] * bits % 32:
-            raise machine().fail(Verdict.SHAPE, f"a tensor-memory tile of {sizes} x {bits} bits: 64 or 128 lanes, whole columns")
+            raise machine().fail(
+                Verdict.SHAPE, f"a tensor-memory tile of {sizes} x {bits} bits: 64 or 128 lanes, whole columns"
+            )
         unit = sizes[1] * bits // 32
     else:
         unit = int(np.prod(sizes)) * bits // 8

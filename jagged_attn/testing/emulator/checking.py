@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class KernelCase:
     arguments: Mapping[str, Any]
     references: Mapping[str, torch.Tensor]
     tolerances: Mapping[str, float]
-    launch: Launch = Launch(checks=HOUSE_RULES)
+    launch: Launch = field(default_factory=lambda: Launch(checks=HOUSE_RULES))
 
     def check(self, schedule: Schedule, program: Program | None = None) -> Report:
         """Run under ``schedule``; every element of every output has to be written once, and be right.

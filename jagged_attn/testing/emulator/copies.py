@@ -24,11 +24,14 @@ def _poison(buffer: Buffer) -> None:
     buffer.data[...] = np.full((), _POISON, np.uint8).repeat(buffer.data.itemsize).view(buffer.data.dtype)[0]
 
 
-def _check_tile(desc: Descriptor, buffer: Buffer) -> None:
+def _checked(map: Any, buffer: Buffer) -> Descriptor:
+    """The descriptor, made on the host or in the kernel, once it fits the tile."""
+    desc: Descriptor = map.handle
     if int(np.prod(desc.block_shape)) != buffer.data.size or desc.block_shape[-1] != buffer.shape[-1]:
         raise machine().fail(Verdict.SHAPE, f"{buffer.name} of {buffer.shape} for a block of {desc.block_shape}")
     if desc.dtype.primitive_bitwidth != buffer.dtype.primitive_bitwidth:
         raise machine().fail(Verdict.SHAPE, f"{buffer.name} of {buffer.dtype} for a descriptor of {desc.dtype}")
+    return desc
 
 
 def async_descriptor_load(
@@ -45,8 +48,7 @@ def async_descriptor_load(
     """TMA load: zeros outside the map, and always the whole tile's bytes on the barrier."""
     if not is_true(pred):
         return
-    _check_tile(desc, result)
-    run = machine()
+    desc, run = _checked(desc, result), machine()
     ctas = [by_rank(t) for t in multicast_targets] or [run.running.cta]
     leader = by_rank(run.running.cta.rank & ~1) if two_ctas else None
     barriers = [in_cta(barrier, leader or cta) for cta in ctas]
@@ -84,8 +86,7 @@ def async_descriptor_store(
     desc: Descriptor, source: Buffer, offsets: Sequence[Any], eviction_policy: str = "", store_reduce: Any = ""
 ) -> None:
     """TMA store or reduction, a bulk group of its own."""
-    _check_tile(desc, source)
-    run, how = machine(), unwrap(store_reduce)
+    desc, run, how = _checked(desc, source), machine(), unwrap(store_reduce)
     if how not in ("", "add", "min", "max", "and", "or", "xor"):
         raise run.fail(Verdict.SHAPE, f"store_reduce {how!r}")
     box = desc.box(offsets)
@@ -131,7 +132,9 @@ def async_descriptor_store_wait(pendings: Any) -> None:
     task.stores = task.stores[len(finished) :]
 
 
-def async_descriptor_prefetch_tensor(desc: Descriptor, offsets: Any, pred: Any = None, eviction_policy: str = "") -> None:
+def async_descriptor_prefetch_tensor(
+    desc: Descriptor, offsets: Any, pred: Any = None, eviction_policy: str = ""
+) -> None:
     """A hint without effect on results."""
 
 
@@ -221,7 +224,9 @@ def async_load_wait_group(pendings: Any, tokens: Sequence[Token] = ()) -> Token:
     task, left = run.running, int(unwrap(pendings))
     finished = task.copy_groups[: max(0, len(task.copy_groups) - left)]
     ops = [op for group in finished for op in group]
-    run.block(lambda: all(op.done for op in ops), lambda: f"waits for cp.async: {len(task.copy_groups)} groups outstanding")
+    run.block(
+        lambda: all(op.done for op in ops), lambda: f"waits for cp.async: {len(task.copy_groups)} groups outstanding"
+    )
     for op in ops:
         task.clock.join(op.clock)
     task.copy_groups = task.copy_groups[len(finished) :]
@@ -270,5 +275,3 @@ def _remote(dst: Buffer, src: Buffer | None, read: Any, rank: Any, barrier: Mbar
     op.action = finish
     run.submit(op)
     run.pause()
-
-

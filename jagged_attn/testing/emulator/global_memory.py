@@ -79,7 +79,9 @@ class GlobalMemory:
         place = bisect_right(self._starts, address) - 1
         if place >= 0 and address < self.tensors[place].end:
             return self.tensors[place]
-        near = f"{address - self.tensors[place].end} bytes past {self.tensors[place].name}" if place >= 0 else "below all"
+        near = (
+            f"{address - self.tensors[place].end} bytes past {self.tensors[place].name}" if place >= 0 else "below all"
+        )
         raise self.machine.fail(Verdict.OUTSIDE, f"address {address:#x} lies in no tensor ({near})")
 
     def _locate(self, addresses: np.ndarray, itemsize: int) -> tuple[GlobalTensor, np.ndarray]:
@@ -290,7 +292,7 @@ class Descriptor:
             function = {"add": np.add, "min": np.minimum, "max": np.maximum}[how]
             box.view[...] = encode(function(a, b), self.dtype)
         else:
-            functions = {"add": np.add, "min": np.minimum, "max": np.maximum}
+            functions: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
             functions |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
             box.view[...] = functions[how](box.view, new)
 

@@ -80,7 +80,7 @@ TLX = Tlx()
 # Inline PTX, by what it computes.
 
 
-def _wide(x: Any) -> np.ndarray:
+def _wide(x: Any) -> Any:
     return np.asarray(x.handle.data, np.float64) if isinstance(x, tl.tensor) else np.float64(unwrap(x))
 
 

@@ -114,6 +114,8 @@ class Task:
         self.done = False
         self.warps = machine.num_warps
         self.replica: int | None = None
+        # Phases that its own arrivals completed.
+        self.completed_phases: dict[int, int] = {}
         self.wgmmas: list[Op] = []
         self.stores: list[Op] = []
         self.copies: list[Op] = []
@@ -309,7 +311,9 @@ class Machine:
     def _deadlock(self) -> str:
         lines = [f"  {t.name} at {t.line()} {t.reason() if t.condition else 'can run'}" for t in self.tasks]
         if self.waiting_clusters:
-            lines.append(f"  {len(self.waiting_clusters)} clusters wait for a free place: {self.live_clusters} are resident")
+            lines.append(
+                f"  {len(self.waiting_clusters)} clusters wait for a free place: {self.live_clusters} are resident"
+            )
         return "no task can go on and no operation is pending\n" + "\n".join(lines)
 
 

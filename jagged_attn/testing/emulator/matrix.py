@@ -78,7 +78,7 @@ def _wgmma(A: Any, B: Buffer, acc: tl.tensor | None) -> tl.tensor:
 
 
 def async_dot_wait(pendings: Any, inp: tl.tensor) -> tl.tensor:
-    """Wait until at most ``pendings`` products of this task are in flight; the value passed becomes usable if its own is done."""
+    """Wait until at most ``pendings`` products of this task are in flight; ``inp`` becomes usable if it is not."""
     run = machine()
     task, left = run.running, int(unwrap(pendings))
     finished = task.wgmmas[: max(0, len(task.wgmmas) - left)]
@@ -107,7 +107,12 @@ def _check_tcgen05(run: Any, A: Any, B: Buffer, acc: Buffer, pair: int) -> None:
     if run.arch == 90:
         raise run.fail(Verdict.SHAPE, "sm_90 has no tensor memory")
     m, n = A.shape[0], B.shape[1] * pair
-    if not isinstance(A, Buffer) or acc.storage != TMEM or acc.shape != [m, n] or m not in (TENSOR_LANES // 2, TENSOR_LANES):
+    if (
+        not isinstance(A, Buffer)
+        or acc.storage != TMEM
+        or acc.shape != [m, n]
+        or m not in (TENSOR_LANES // 2, TENSOR_LANES)
+    ):
         raise run.fail(Verdict.SHAPE, f"a tcgen05 product of {A.shape} and {B.shape} x {pair} CTAs into {acc.shape}")
     if A.storage == TMEM:
         if A.data.strides[1] != A.data.itemsize:
@@ -116,7 +121,9 @@ def _check_tcgen05(run: Any, A: Any, B: Buffer, acc: Buffer, pair: int) -> None:
             raise run.fail(Verdict.RACE, f"the accumulator {acc.name} overlaps operand {A.name}")
 
 
-def _tcgen05(A: Any, B: Buffer, acc: Buffer, use_acc: Any, barriers: list[Mbarrier], two_ctas: bool, force: bool) -> None:
+def _tcgen05(
+    A: Any, B: Buffer, acc: Buffer, use_acc: Any, barriers: list[Mbarrier], two_ctas: bool, force: bool
+) -> None:
     run = machine()
     ctas = _pair(run, two_ctas)
     if not ctas:

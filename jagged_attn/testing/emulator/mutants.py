@@ -331,7 +331,11 @@ def standard_mutants(kernel: Any) -> list[Mutant]:
     for name, function in functions(kernel).items():
         definition = parse(function)
         for operation, kind, operator in _PER_CALL:
-            made += [_mutant(kind, site, operator) for site, place in _sites(name, definition, operation) if _fits(kind, place)]
+            made += [
+                _mutant(kind, site, operator)
+                for site, place in _sites(name, definition, operation)
+                if _fits(kind, place)
+            ]
         made += _dot_mutants(name, definition)
         made += _count_mutants(name, definition)
         made += _trip_mutants(name, definition)

@@ -12,6 +12,7 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle as Handle
 
 from .errors import EmulatorError, Verdict
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .global_memory import GlobalMemory
     from .machine import Machine
 
-Handle = interpreter.TensorHandle
+
 _NUMPY: dict[str, np.dtype] = {}
 
 
@@ -105,10 +106,10 @@ class PendingHandle(Handle):
         self.op = op
         self.where = where
         self.dtype = tl.float32
-        self.attr = {}
+        self.attr: dict[str, Any] = {}
 
     @property
-    def data(self) -> np.ndarray:  # type: ignore[override]
+    def data(self) -> np.ndarray:
         """Refuse: the compiler is free to move this use before the product has finished."""
         raise EmulatorError(Verdict.WGMMA, f"the result of {self.where} is used without an async_dot_wait of its own")
 
@@ -206,9 +207,18 @@ class Builder(interpreter.InterpreterBuilder):
         self, base: Handle, shape: Any, strides: Any, block: Any, is_signed: bool, padding: Any = "zero"
     ) -> Any:
         """Build a descriptor on the device."""
-        sizes = [[int(v.data.reshape(-1)[0]) for v in values] for values in (shape, strides)]
+        sizes, steps = ([int(v.data.reshape(-1)[0]) for v in values] for values in (shape, strides))
         kind = base.dtype.element_ty
-        return self.memory.descriptor(int(base.data.reshape(-1)[0]), *sizes, [int(b) for b in block], kind)
+        return self.memory.descriptor(int(base.data.reshape(-1)[0]), sizes, steps, [int(b) for b in block], kind)
+
+    def create_descriptor_load(self, desc: Any, indices: Any, cache: Any, eviction: Any) -> Handle:
+        """Load a block through a descriptor made on the device."""
+        loaded: Handle = desc.load([i.data.reshape(-1)[0] for i in indices]).handle
+        return loaded
+
+    def create_descriptor_store(self, desc: Any, value: Handle, indices: Any, *reduce: Any) -> None:
+        """Store a block through a descriptor made on the device."""
+        desc.store([i.data.reshape(-1)[0] for i in indices], tensor(value.data, value.dtype.scalar))
 
     def create_inline_asm(self, asm: str, *rest: Any) -> Any:
         """Refuse: inline PTX is emulated by name or by mnemonic, elsewhere."""

@@ -32,8 +32,8 @@ class Checks:
     Args:
         races: Happens-before for shared, tensor and global memory.
         fences: Proxy fences between generic writes and async-proxy reads of shared memory.
-        compiler_fences: Count the fence that fbtriton puts before every TMA store and every product whose shared memory is
-            written generically (seen in its PTX, 3.7.4). Off, the source has to have its own: the rule of this library.
+        compiler_fences: Count the fence that fbtriton puts before every TMA store and every product whose shared memory
+            is written generically (seen in its PTX, 3.7.4). Off, the source has to have its own: this library's rule.
         unwritten: Reads of memory that nothing wrote.
         laps: A barrier that ran ahead of a waiter.
         exits: Work in flight and barriers half full when a CTA ends.

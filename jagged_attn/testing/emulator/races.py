@@ -96,7 +96,12 @@ class History:
                 if self.once and access.write and not access.atomic:
                     text = f"{self.name}: {access.where} writes again what {other.where} has written"
                     raise EmulatorError(Verdict.OVERWRITTEN, text)
-            elif number == NOBODY and not (access.write or tolerant) and self.checks.unwritten and not self._reduced(cells):
+            elif (
+                number == NOBODY
+                and not (access.write or tolerant)
+                and self.checks.unwritten
+                and not self._reduced(cells)
+            ):
                 text = f"{self.name}: {access.where} reads what nothing has written"
                 raise EmulatorError(Verdict.UNWRITTEN, text)
 
@@ -106,14 +111,17 @@ class History:
 
     def _check_order(self, access: Access, other: Access, clock: Clock) -> None:
         if self.checks.races and not clock.knows(other):
-            text = f"{self.name}: {access.verb} by {access.where} is not ordered after the {other.verb} by {other.where}"
+            text = (
+                f"{self.name}: {access.verb} by {access.where} is not ordered after the {other.verb} by {other.where}"
+            )
             raise EmulatorError(Verdict.RACE, text)
 
     def _check_proxy(self, access: Access, other: Access, clock: Clock) -> None:
         if not self.proxies or not self.checks.fences or access.generic or not other.generic:
             return
         if not clock.sees(other):
-            text = f"{self.name}: {access.where} uses, through the async proxy, the write by {other.where}: no fence between"
+            text = f"{self.name}: {access.where} uses, through the async proxy, the write by {other.where}"
+            text += ": no fence between"
             raise EmulatorError(Verdict.FENCE, text)
 
     def _add_reader(self, cells: Any, access: Access, clock: Clock) -> None:

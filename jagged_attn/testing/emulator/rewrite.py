@@ -132,14 +132,23 @@ class _Rewriter(ast.NodeTransformer):
         assert isinstance(call, ast.Call)
         number, role = self.tasks, _role(node, self.tasks)
         self.tasks += 1
-        stored = {n.id for s in node.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        stored = {
+            n.id for s in node.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
         names = sorted(stored)
         arguments = ast.arguments(
-            [], [ast.arg(n) for n in names], None, [], [], None, [_expression(f"__emu__.capture(lambda: {n})") for n in names]
+            [],
+            [ast.arg(n) for n in names],
+            None,
+            [],
+            [],
+            None,
+            [_expression(f"__emu__.capture(lambda: {n})") for n in names],
         )
         function = ast.FunctionDef(f"__task{number}", arguments, [self.visit(s) for s in node.body], [])
         add = ast.parse(f"__tasks.add(__task{number}, {role!r}, (), dict())").body[0]
-        assert isinstance(add, ast.Expr) and isinstance(add.value, ast.Call)
+        assert isinstance(add, ast.Expr)
+        assert isinstance(add.value, ast.Call)
         add.value.args[2] = ast.Tuple(call.args, ast.Load())
         add.value.args[3] = ast.Call(ast.Name("dict", ast.Load()), [], call.keywords)
         for new in (function, add):

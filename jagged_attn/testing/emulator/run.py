@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,8 +72,8 @@ class Launch:
         max_steps: Steps after which a run counts as livelocked.
     """
 
-    schedule: Schedule = Schedule()
-    checks: Checks = Checks()
+    schedule: Schedule = field(default_factory=Schedule)
+    checks: Checks = field(default_factory=Checks)
     cluster: int = 1
     resident: int | None = None
     outputs: Sequence[str] = ()
@@ -263,7 +264,10 @@ class _Run:
         for cta in cluster:
             cta.cluster = cluster
             task: list[Task] = []
-            task.append(self.machine.spawn(cta, "main", lambda c=cta, t=task: self._main(body, c, t[0]), Clock()))
+            task.append(self.machine.spawn(cta, "main", partial(self._main_of, body, cta, task), Clock()))
+
+    def _main_of(self, body: Callable[[], None], cta: Cta, task: list[Task]) -> None:
+        self._main(body, cta, task[0])
 
     def _main(self, body: Callable[[], None], cta: Cta, task: Task) -> None:
         body()
@@ -288,7 +292,9 @@ class _Run:
                         raise EmulatorError(Verdict.EXIT, text)
         for held in self.memory.tensors:
             if held.once and held.missing():
-                text = f"{held.missing()} of {held.data.nbytes // held.itemsize} elements of {held.name} were not written"
+                text = (
+                    f"{held.missing()} of {held.data.nbytes // held.itemsize} elements of {held.name} were not written"
+                )
                 raise EmulatorError(Verdict.MISSING, text)
 
 
@@ -329,8 +335,8 @@ _LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "ctas_per_c
 def emulated_launches(launch: Launch = Launch()) -> Iterator[list[Report]]:  # noqa: B008 - frozen
     """Send every ``kernel[grid](...)`` in the block to the emulator; yield the list of their reports.
 
-    Launch options of the call that matter (``num_warps``, ``ctas_per_cga``) override those of ``launch``; ``outputs`` and
-    ``scratch`` apply to the kernels that have such arguments.
+    Launch options of the call that matter (``num_warps``, ``ctas_per_cga``) override those of ``launch``;
+    ``outputs`` and ``scratch`` apply to the kernels that have such arguments.
     """
     reports: list[Report] = []
 

@@ -1,8 +1,8 @@
 """Short cuts for int32 scalars, which is most of what a kernel's control flow computes, and for fp32.
 
-Triton's interpreter takes some 50 microseconds for ``i + 1``: type rules, splats, numpy. Here two int32 scalars, or one and
-a Python integer, go through Python's arithmetic with C's division and 32-bit wrap-around, and fp32 values go through numpy
-directly; everything else takes the long way.
+Triton's interpreter takes some 50 microseconds for ``i + 1``: type rules, splats, numpy. Here two int32 scalars, or
+one and a Python integer, go through Python's arithmetic with C's division and 32-bit wrap-around, and fp32 values go
+through numpy directly; everything else takes the long way.
 """
 
 from __future__ import annotations
@@ -53,8 +53,16 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 
 
 _FLOATS: dict[str, Callable[[Any, Any], Any]] = {
-    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide},
-    **{"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal},
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.divide,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
 }
 
 

@@ -27,8 +27,8 @@ class Schedule:
     * ``lazy``: operations finish only when no task can go on.
     * ``random``: any choice, from the seed.
     * ``round_robin``: tasks in turn, one step each, operations at random.
-    * ``starve:NAME``: an engine (``tma_load``, ``tma_store``, ``wgmma``, ``mma``, ``cp_async``, ``clc``, ``remote``) or a
-      role (a prefix of the task's name) goes only when nothing else can.
+    * ``starve:NAME``: an engine (``tma_load``, ``tma_store``, ``wgmma``, ``mma``, ``cp_async``, ``clc``, ``remote``) or
+      a role (a prefix of the task's name) goes only when nothing else can.
     * ``starve_cta:N``: the same for one CTA.
 
     Args:

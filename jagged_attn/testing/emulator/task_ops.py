@@ -31,7 +31,9 @@ class TaskSpec:
     def __init__(self, body: Callable[[], None], role: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         unknown = set(options) - _OPTIONS
         if unknown:
-            raise machine().fail(Verdict.UNSUPPORTED, f"tlx.async_task({', '.join(sorted(unknown))}=...) is not emulated")
+            raise machine().fail(
+                Verdict.UNSUPPORTED, f"tlx.async_task({', '.join(sorted(unknown))}=...) is not emulated"
+            )
         self.body = body
         self.role = role
         self.default = bool(args) and unwrap(args[0]) == "default"

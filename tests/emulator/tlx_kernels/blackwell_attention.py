@@ -1,8 +1,9 @@
 """A persistent Blackwell forward attention over jagged sequences: scores, probabilities and output in tensor memory.
 
-One tile of 128 query rows at a time. S is double-buffered, so the product S(i + 1) runs while softmax works on S(i); P has
-columns of its own, so S is free as soon as it has been read.
+One tile of 128 query rows at a time. S is double-buffered, so the product S(i + 1) runs while softmax works on S(i);
+P has columns of its own, so S is free as soon as it has been read.
 """
+# ruff: noqa: E741, SIM113 - l is the row sums' usual name; Triton has no enumerate
 
 import triton
 import triton.language as tl
@@ -26,7 +27,7 @@ def _ragged(start, length, row, column):
 
 @triton.jit
 def _work(table, offsets, t, H, BN: tl.constexpr):
-    """Head, sequence start and length, first query row and key tiles of work item ``t``: the one place that counts them."""
+    """Head, sequence start and length, first query row and key tiles of work item ``t``, counted here only."""
     sequence = tl.load(table + 2 * (t // H))
     row = tl.load(table + 2 * (t // H) + 1)
     start = tl.load(offsets + sequence)
@@ -65,13 +66,14 @@ def _load(desc_q, desc_k, desc_v, table, offsets, items, H, q_tile, kv_tiles, q_
 
 
 @triton.jit
-def _mma(table, offsets, items, H, q_tile, kv_tiles, s_tiles, p_tile, o_tile, q_full, q_empty, kv_full, kv_empty, s_full,
+def _mma(table, offsets, items, H, q_tile, kv_tiles, s_tiles, p_tile, o_tile, q_full, q_empty, kv_full, kv_empty,
+         s_full,
          s_empty, p_full, p_empty, o_full, o_empty, BN: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     item = 0
     count = 0
     tile = 0
     for t in range(tl.program_id(0), items, tl.num_programs(0)):
-        h, start, length, row, n = _work(table, offsets, t, H, BN)
+        _h, _start, _length, _row, n = _work(table, offsets, t, H, BN)
         tlx.barrier_wait(q_full[0], item & 1)
         for i in range(n + 1):
             if i < n:
@@ -98,13 +100,14 @@ def _mma(table, offsets, items, H, q_tile, kv_tiles, s_tiles, p_tile, o_tile, q_
 
 
 @triton.jit
-def _softmax(lse, total, table, offsets, items, H, scale, s_tiles, p_tile, o_tile, a_tile, s_full, s_empty, p_full, p_empty,
+def _softmax(lse, total, table, offsets, items, H, scale, s_tiles, p_tile, o_tile, a_tile, s_full, s_empty, p_full,
+             p_empty,
              a_full, a_empty, D: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     tile = 0
     for t in range(tl.program_id(0), items, tl.num_programs(0)):
         h, start, length, row, n = _work(table, offsets, t, H, BN)
         m = tl.zeros((_BM,), tl.float32) - float("inf")
-        l = tl.zeros((_BM,), tl.float32)  # noqa: E741 - the row sums' usual name
+        l = tl.zeros((_BM,), tl.float32)
         for i in range(n):
             s_buf, s_phase = _slot(tile + i, 2)
             tlx.barrier_wait(s_full[s_buf], s_phase)
@@ -115,7 +118,7 @@ def _softmax(lse, total, table, offsets, items, H, scale, s_tiles, p_tile, o_til
             m_new = tl.maximum(m, tl.max(s, 1) * scale)
             alpha = tl.math.exp2(m - m_new)
             p = tl.math.exp2(s * scale - m_new[:, None])
-            l = l * alpha + tl.sum(p, 1)  # noqa: E741
+            l = l * alpha + tl.sum(p, 1)
             m = m_new
             # The product before has read P and written O.
             tlx.barrier_wait(p_empty[0], ((tile + i) & 1) ^ 1)
@@ -136,7 +139,7 @@ def _softmax(lse, total, table, offsets, items, H, scale, s_tiles, p_tile, o_til
 def _correct(table, offsets, items, H, o_tile, a_tile, c_tile, o_full, o_empty, a_full, a_empty, c_full, c_empty,
              D: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     item = 0
-    for t in range(tl.program_id(0), items, tl.num_programs(0)):
+    for _t in range(tl.program_id(0), items, tl.num_programs(0)):
         tlx.barrier_wait(a_full[0], item & 1)
         w = tlx.local_load(a_tile[0])
         tlx.barrier_arrive(a_empty[0], 1)
@@ -155,7 +158,7 @@ def _correct(table, offsets, items, H, o_tile, a_tile, c_tile, o_full, o_empty, 
 def _store(desc_o, table, offsets, items, H, c_tile, c_full, c_empty, D: tl.constexpr, BN: tl.constexpr):
     item = 0
     for t in range(tl.program_id(0), items, tl.num_programs(0)):
-        h, start, length, row, n = _work(table, offsets, t, H, BN)
+        h, start, length, row, _n = _work(table, offsets, t, H, BN)
         tlx.barrier_wait(c_full[0], item & 1)
         c0, c1, c2, c3 = _ragged(start, length, row, h * D)
         tlx.async_descriptor_store(desc_o, c_tile[0], [c0, c1, c2, c3])
@@ -205,16 +208,20 @@ def blackwell_attention(desc_q, desc_k, desc_v, desc_o, lse, total, table, offse
     c_empty = tlx.alloc_barriers(1)
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            _correct(table, offsets, items, H, o_tile, a_tile, c_tile, o_full, o_empty, a_full, a_empty, c_full, c_empty,
+            _correct(table, offsets, items, H, o_tile, a_tile, c_tile, o_full, o_empty, a_full, a_empty, c_full,
+                     c_empty,
                      D, BN)  # fmt: skip
         with tlx.async_task(num_warps=4, registers=192):
-            _softmax(lse, total, table, offsets, items, H, scale, s_tiles, p_tile, o_tile, a_tile, s_full, s_empty, p_full,
+            _softmax(lse, total, table, offsets, items, H, scale, s_tiles, p_tile, o_tile, a_tile, s_full, s_empty,
+                     p_full,
                      p_empty, a_full, a_empty, D, BN)  # fmt: skip
         with tlx.async_task(num_warps=1, registers=48):
-            _mma(table, offsets, items, H, q_tile, kv_tiles, s_tiles, p_tile, o_tile, q_full, q_empty, kv_full, kv_empty,
+            _mma(table, offsets, items, H, q_tile, kv_tiles, s_tiles, p_tile, o_tile, q_full, q_empty, kv_full,
+                 kv_empty,
                  s_full, s_empty, p_full, p_empty, o_full, o_empty, BN, STAGES)  # fmt: skip
         with tlx.async_task(num_warps=1, registers=48):
-            _load(desc_q, desc_k, desc_v, table, offsets, items, H, q_tile, kv_tiles, q_full, q_empty, kv_full, kv_empty, D,
+            _load(desc_q, desc_k, desc_v, table, offsets, items, H, q_tile, kv_tiles, q_full, q_empty, kv_full,
+                  kv_empty, D,
                   BN, STAGES)  # fmt: skip
         with tlx.async_task(num_warps=1, registers=48):
             _store(desc_o, table, offsets, items, H, c_tile, c_full, c_empty, D, BN)

@@ -1,4 +1,5 @@
 """A persistent Hopper forward attention over jagged sequences, with two consumer groups that take turns."""
+# ruff: noqa: E741, SIM113 - l is the row sums' usual name; Triton has no enumerate
 
 import triton
 import triton.language as tl
@@ -21,7 +22,7 @@ def _ragged(start, length, row, column):
 
 @triton.jit
 def _work(table, offsets, t, H, BN: tl.constexpr):
-    """Head, sequence start and length, first query row and key tiles of work item ``t``: the one place that counts them."""
+    """Head, sequence start and length, first query row and key tiles of work item ``t``, counted here only."""
     sequence = tl.load(table + 2 * (t // H))
     row = tl.load(table + 2 * (t // H) + 1)
     start = tl.load(offsets + sequence)
@@ -76,7 +77,7 @@ def _attend(desc_o, lse, total, table, offsets, items, H, scale, q_tiles, k_tile
     for t in range(tl.program_id(0), items, tl.num_programs(0)):
         h, start, length, row, n = _work(table, offsets, t, H, BN)
         m = tl.zeros((BM,), tl.float32) - float("inf")
-        l = tl.zeros((BM,), tl.float32)  # noqa: E741 - the row sums' usual name
+        l = tl.zeros((BM,), tl.float32)
         acc = tl.zeros((BM, D), tl.float32)
         buf, phase = _slot(count, STAGES)
         tlx.barrier_wait(q_full[g], item & 1)
@@ -87,8 +88,8 @@ def _attend(desc_o, lse, total, table, offsets, items, H, scale, q_tiles, k_tile
         s = tlx.async_dot_wait(0, s)
         tlx.barrier_arrive(k_empty[buf], 1)
         s = tl.where((tl.arange(0, BN) < length - (n - 1) * BN)[None, :], s, -float("inf"))
-        p, alpha, m, l = _softmax(s, m, l, scale)  # noqa: E741
-        for i in range(1, n):
+        p, alpha, m, l = _softmax(s, m, l, scale)
+        for _i in range(1, n):
             last, last_phase = _slot(count, STAGES)
             count += 1
             buf, phase = _slot(count, STAGES)
@@ -100,7 +101,7 @@ def _attend(desc_o, lse, total, table, offsets, items, H, scale, q_tiles, k_tile
             acc = tlx.async_dot(p.to(tl.bfloat16), v_tiles[last], acc)
             s = tlx.async_dot_wait(1, s)
             tlx.barrier_arrive(k_empty[buf], 1)
-            p, alpha, m, l = _softmax(s, m, l, scale)  # noqa: E741
+            p, alpha, m, l = _softmax(s, m, l, scale)
             acc = tlx.async_dot_wait(0, acc)
             tlx.barrier_arrive(v_empty[last], 1)
             acc = acc * alpha[:, None]

@@ -1,4 +1,4 @@
-"""A matmul by pairs of CTAs (sm_100): each CTA loads half of A's rows and half of B's columns, the tensor core reads both."""
+"""A matmul by pairs of CTAs (sm_100): each loads half of A's rows and of B's columns, the tensor core reads both."""
 
 import triton
 import triton.language as tl

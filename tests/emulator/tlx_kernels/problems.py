@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 from jagged_attn.testing.emulator.checking import KernelCase
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
 from jagged_attn.testing.emulator.run import Launch
@@ -12,8 +15,6 @@ from tlx_kernels.blackwell_attention import blackwell_attention
 from tlx_kernels.hopper_attention import hopper_attention
 from tlx_kernels.matmul import matmul
 from tlx_kernels.pair_matmul import pair_matmul
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _LOG2E = 1.4426950408889634
 
@@ -41,7 +42,11 @@ def matmul_problem(device: str = "cpu", groups: int = 2, steps: int = 5, ctas: i
         "m_tiles": 2,
         "n_tiles": 2,
         "steps": steps,
-        **{"BM": bm, "BN": bn, "BK": bk, "STAGES": 2, "GROUPS": groups},
+        "BM": bm,
+        "BN": bn,
+        "BK": bk,
+        "STAGES": 2,
+        "GROUPS": groups,
     }
     want = a.double().cpu() @ b.double().cpu()
     # Half a bf16 ulp, and fp32 accumulation.
@@ -85,10 +90,20 @@ def attention_problem(
     blocks = (per_descriptor, block, block, per_descriptor)
     q_map, k_map, v_map, o_map = (create_ragged_descriptor(x, [n, dim]) for x, n in zip(flat, blocks, strict=True))
     arguments = {
-        **{"desc_q": q_map, "desc_k": k_map, "desc_v": v_map, "desc_o": o_map, "lse": lse, "total": total},
+        "desc_q": q_map,
+        "desc_k": k_map,
+        "desc_v": v_map,
+        "desc_o": o_map,
+        "lse": lse,
+        "total": total,
         "table": torch.tensor(table, dtype=torch.int32, device=device),
-        **{"offsets": offsets, "items": len(table) * heads, "H": heads, "scale": scale * _LOG2E},
-        **{"D": dim, "BN": block, "STAGES": stages or (2 if arch == 90 else 3)},
+        "offsets": offsets,
+        "items": len(table) * heads,
+        "H": heads,
+        "scale": scale * _LOG2E,
+        "D": dim,
+        "BN": block,
+        "STAGES": stages or (2 if arch == 90 else 3),
     }
     if arch == 90:
         arguments["BM"] = per_descriptor
@@ -106,8 +121,13 @@ def pair_problem(device: str = "cpu", steps: int = 5, pairs: int = 1) -> KernelC
     c = torch.empty(256 * pairs, bn, dtype=torch.float32, device=device)
     describe = TensorDescriptor.from_tensor
     arguments = {
-        **{"desc_a": describe(a, [128, bk]), "desc_b": describe(b, [bk, bn // 2]), "C": c},
-        **{"steps": steps, "BN": bn, "BK": bk, "STAGES": 2},
+        "desc_a": describe(a, [128, bk]),
+        "desc_b": describe(b, [bk, bn // 2]),
+        "C": c,
+        "steps": steps,
+        "BN": bn,
+        "BK": bk,
+        "STAGES": 2,
     }
     want = a.double().cpu() @ b.double().cpu()
     return KernelCase(pair_matmul, (2 * pairs,), arguments, {"C": want}, {"C": 1e-5}, _launch(100, cluster=2))
