@@ -117,8 +117,8 @@ def render(problem: Problem, rows: Sequence[Row]) -> str:
             continue
         times = [time * per_ms for time in (row.median_ms, row.p20_ms, row.p80_ms)]
         lines.append(
-            f"{head}{times[0]:>11.4g}{times[1]:>10.4g}{times[2]:>10.4g}{_number(row.tflops, 9, '.1f')}"
-            f"{_number(row.gb_per_s, 8, '.0f')}{_number(row.peak_mib, 10, '.1f')}"
+            f"{head}{times[0]:>11.4g}{times[1]:>10.4g}{times[2]:>10.4g}{_number(row.tflops, 9, '.3g')}"
+            f"{_number(row.gb_per_s, 8, '.3g')}{_number(row.peak_mib, 10, '.1f')}"
             f"{_number(row.error_of_allowed, 12, '.2f')}{_number(row.vs_best_peer, 14, '.3f')}"
         )
     return "\n".join(lines)
