@@ -43,6 +43,19 @@ def row_pointers(base, first_row, row_stride, BLOCK: tl.constexpr, BLOCK_D: tl.c
 
 
 @triton.jit
+def tile_offsets(row_stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
+    """What ``row_pointers`` adds to the pointer to the tile's first element: 64-bit numbers only if WIDE.
+
+    A loop that streams tiles keeps these and moves one scalar pointer. The caller sets WIDE unless ``BLOCK`` strides
+    fit into 31 bits.
+    """
+    rows = tl.arange(0, BLOCK)
+    if WIDE:
+        rows = rows.to(tl.int64)
+    return rows[:, None] * row_stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
 def load_tile(pointers, row_ok, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """The tile, with 0 in the columns past D and, if ROWS, in the rows that are not ok.
 

@@ -122,6 +122,19 @@ def query_range(j, len_q, len_kv, MASK: tl.constexpr):
 
 
 @triton.jit
+def pairs_allowed(index, lo, hi, length, MASK: tl.constexpr):
+    """Which pairs the mask allows, where the ``index`` on one side must lie in the other side's ranges ``[lo, hi)``.
+
+    All of these broadcast against the scores. Without a mask the ranges are the whole of ``length``: one comparison,
+    and no registers for the ranges.
+    """
+    if mask_kind(MASK) == "full":
+        return index < length
+    else:
+        return (lo <= index) & (index < hi)
+
+
+@triton.jit
 def split_range(lo_first, hi_first, lo_last, hi_last, BLOCK: tl.constexpr):
     """Cut what a tile sees into blocks that need the mask and blocks that do not.
 

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from .._jit.jagged import load_tile, partner_rows, row_pointers, sequence_rows, store_tile
+from .._jit.jagged import load_tile, partner_rows, row_pointers, sequence_rows, store_tile, tile_offsets
 from .._jit.scores import (
     LOG2E,
     activate,
@@ -17,66 +17,77 @@ from .._jit.scores import (
     key_range,
     mask_opens,
     num_activations,
+    pairs_allowed,
     query_range,
     split_range,
 )
 
 
 @triton.jit
-def score_gradient(
-    s, dp, lse, delta, allowed, scale, out_scale,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, SINGLE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The activated scores p and the gradient ds of the scaled scores, from ``s = q k^T`` and ``dp = do v^T``.
+def activated_scores(
+    s, lse, allowed, scale, ACT: tl.constexpr, FAST_TANH: tl.constexpr, SINGLE: tl.constexpr, MASKED: tl.constexpr
+):
+    """The activated scores p from ``s = q k^T``; ``lse`` broadcasts against it.
 
-    ``lse`` and ``delta`` broadcast against ``s``. Both results are masked: a masked score may be too large for the
-    exponential, and the derivative at a masked score need not be 0. SINGLE takes one more operation to keep the
-    rounding error that of the difference, which fp32 results would show.
+    p is masked, not s: a masked score may be too large for the exponential. SINGLE takes one more operation to keep
+    the rounding error that of the difference, which fp32 results would show.
     """
     if ACT == "softmax":
         if SINGLE:
             p = tl.exp2((s * scale - lse) * LOG2E)
         else:
             p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
-        if MASKED:
-            p = tl.where(allowed, p, 0.0)
+    else:
+        p = activate(s * scale, ACT, FAST_TANH)
+    if MASKED:
+        p = tl.where(allowed, p, 0.0)
+    return p
+
+
+@triton.jit
+def score_gradient(s, p, dp, delta, allowed, scale, out_scale,
+                   ACT: tl.constexpr, FAST_TANH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The gradient of the scaled scores, from s, p and ``dp = do v^T``; ``delta`` broadcasts against them.
+
+    It is masked too: the derivative at a masked score need not be 0.
+    """
+    if ACT == "softmax":
         ds = p * (dp * out_scale - delta)
     else:
-        x = s * scale
-        p = activate(x, ACT, FAST_TANH)
-        ds = derivative(x, ACT, FAST_TANH) * (dp * out_scale)
-        if MASKED:
-            p = tl.where(allowed, p, 0.0)
+        ds = derivative(s * scale, ACT, FAST_TANH) * (dp * out_scale)
     if MASKED:
         ds = tl.where(allowed, ds, 0.0)
-    return p, ds
+    return ds
 
 
 @triton.jit
 def stream_keys(
     dq, q, do, lse, delta, k, v, k_stride, v_stride, begin, end, key_lo, key_hi, len_kv, scale, out_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KV: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add to dq / scale what the keys ``[begin, end)`` give; ``k`` and ``v`` are at the sequence's first key."""
-    k_pointers = row_pointers(k, begin, k_stride, BLOCK_KV, BLOCK_D)
-    v_pointers = row_pointers(v, begin, v_stride, BLOCK_KV, BLOCK_DV)
+    k_offsets = tile_offsets(k_stride, BLOCK_KV, BLOCK_D, WIDE)
+    k += tl.cast(begin, tl.int64) * k_stride
+    v_offsets = tile_offsets(v_stride, BLOCK_KV, BLOCK_DV, WIDE)
+    v += tl.cast(begin, tl.int64) * v_stride
     k_step = tl.cast(k_stride, tl.int64) * BLOCK_KV
     v_step = tl.cast(v_stride, tl.int64) * BLOCK_KV
-    for first in range(begin, end, BLOCK_KV):
-        j = first + tl.arange(0, BLOCK_KV)
-        k_tile = load_tile(k_pointers, j < len_kv, D, BLOCK_D, MASKED)
-        v_tile = load_tile(v_pointers, j < len_kv, DV, BLOCK_DV, MASKED)
-        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
-        allowed = (key_lo[:, None] <= j[None, :]) & (j[None, :] < key_hi[:, None])
-        _, ds = score_gradient(
-            s, dp, lse[:, None], delta[:, None], allowed, scale, out_scale,
-            ACT, FAST_TANH, q.dtype == tl.float32, MASKED,
-        )  # fmt: skip
-        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
-        k_pointers += k_step
-        v_pointers += v_step
+    # See _stream_queries for the branch.
+    if begin < end:
+        for first in range(begin, end, BLOCK_KV):
+            j = first + tl.arange(0, BLOCK_KV)
+            k_tile = load_tile(k + k_offsets, j < len_kv, D, BLOCK_D, MASKED)
+            v_tile = load_tile(v + v_offsets, j < len_kv, DV, BLOCK_DV, MASKED)
+            s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+            dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
+            allowed = pairs_allowed(j[None, :], key_lo[:, None], key_hi[:, None], len_kv, MASK)
+            p = activated_scores(s, lse[:, None], allowed, scale, ACT, FAST_TANH, q.dtype == tl.float32, MASKED)
+            ds = score_gradient(s, p, dp, delta[:, None], allowed, scale, out_scale, ACT, FAST_TANH, MASKED)
+            dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+            k += k_step
+            v += v_step
     return dq
 
 
@@ -85,7 +96,7 @@ def _gradient_of_queries(
     q, do, lse, delta, k, v, k_stride, v_stride, first_row, len_q, len_kv, scale, out_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dq / scale of a tile of queries that begins at ``first_row`` of its sequence."""
     i = first_row + tl.arange(0, BLOCK_Q)
@@ -99,17 +110,17 @@ def _gradient_of_queries(
         dq = stream_keys(
             dq, q, do, lse, delta, k, v, k_stride, v_stride, begin, tl.minimum(main_begin, end),
             key_lo, key_hi, len_kv, scale, out_scale,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, True,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
         )  # fmt: skip
     dq = stream_keys(
         dq, q, do, lse, delta, k, v, k_stride, v_stride, main_begin, main_end,
         key_lo, key_hi, len_kv, scale, out_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, False,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, False,
     )  # fmt: skip
     dq = stream_keys(
         dq, q, do, lse, delta, k, v, k_stride, v_stride, main_end, end,
         key_lo, key_hi, len_kv, scale, out_scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, True,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
     )  # fmt: skip
     return dq
 
@@ -121,7 +132,7 @@ def backward_q(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACTS: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dQ, and the delta that ``backward_kv`` reads: one program for each entry of the query table and each head."""
     program = tl.program_id(0)
@@ -157,7 +168,7 @@ def backward_q(
             acc = _gradient_of_queries(
                 q_tile, do_tile, row_lse, row_delta, k, v, k_row, v_row, first_row, len_q, len_kv, scale, out_scale,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, 0),
-                FAST_TANH, PRECISION,
+                FAST_TANH, PRECISION, WIDE,
             )  # fmt: skip
         else:
             acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -168,7 +179,7 @@ def backward_q(
                         q_tile, do_tile, row_lse, row_delta, k, v, k_row, v_row,
                         first_row, len_q, len_kv, scale, out_scale,
                         D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, a),
-                        FAST_TANH, PRECISION,
+                        FAST_TANH, PRECISION, WIDE,
                     )  # fmt: skip
         dq_pointers = row_pointers(dq + head64 * D, start, H * D, BLOCK_Q, BLOCK_D)
         store_tile(dq_pointers, acc * scale, row_ok, D, BLOCK_D)
@@ -178,34 +189,39 @@ def backward_q(
 def _stream_queries(
     dk, dv, k, v, q, do, lse, delta, q_stride, do_stride, begin, end, query_lo, query_hi, len_q, scale, out_scale,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk / scale and dv / out_scale what the queries ``[begin, end)`` give; scores are [keys, queries]."""
-    q_pointers = row_pointers(q, begin, q_stride, BLOCK_Q, BLOCK_D)
-    do_pointers = row_pointers(do, begin, do_stride, BLOCK_Q, BLOCK_DV)
+    """Add to dk / scale and dv / out_scale what the queries ``[begin, end)`` give."""
+    q_offsets = tile_offsets(q_stride, BLOCK_Q, BLOCK_D, WIDE)
+    do_offsets = tile_offsets(do_stride, BLOCK_Q, BLOCK_DV, WIDE)
+    q += tl.cast(begin, tl.int64) * q_stride
+    do += tl.cast(begin, tl.int64) * do_stride
     q_step = tl.cast(q_stride, tl.int64) * BLOCK_Q
     do_step = tl.cast(do_stride, tl.int64) * BLOCK_Q
-    for first in range(begin, end, BLOCK_Q):
-        i = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_tile(q_pointers, i < len_q, D, BLOCK_D, MASKED)
-        do_tile = load_tile(do_pointers, i < len_q, DV, BLOCK_DV, MASKED)
-        row_lse = tl.zeros([BLOCK_Q], tl.float32)
-        row_delta = tl.zeros([BLOCK_Q], tl.float32)
-        if ACT == "softmax":
-            rows = i.to(tl.int64) * H
-            row_lse = tl.load(lse + rows, mask=i < len_q, other=float("inf"))
-            row_delta = tl.load(delta + rows, mask=i < len_q, other=0.0)
-        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
-        allowed = (query_lo[:, None] <= i[None, :]) & (i[None, :] < query_hi[:, None])
-        p, ds = score_gradient(
-            s, dp, row_lse[None, :], row_delta[None, :], allowed, scale, out_scale,
-            ACT, FAST_TANH, k.dtype == tl.float32, MASKED,
-        )  # fmt: skip
-        dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
-        q_pointers += q_step
-        do_pointers += do_step
+    # The branch keeps the loop's entry apart from its way round: where they met, the compiler would move sums that
+    # the matrix unit still works on, and so wait for each product (ptxas calls it C7515).
+    if begin < end:
+        for first in range(begin, end, BLOCK_Q):
+            i = first + tl.arange(0, BLOCK_Q)
+            q_tile = load_tile(q + q_offsets, i < len_q, D, BLOCK_D, MASKED)
+            do_tile = load_tile(do + do_offsets, i < len_q, DV, BLOCK_DV, MASKED)
+            row_lse = tl.zeros([BLOCK_Q], tl.float32)
+            row_delta = tl.zeros([BLOCK_Q], tl.float32)
+            if ACT == "softmax":
+                rows = i.to(tl.int64) * H
+                row_lse = tl.load(lse + rows, mask=i < len_q, other=float("inf"))
+                row_delta = tl.load(delta + rows, mask=i < len_q, other=0.0)
+            s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+            allowed = pairs_allowed(i[None, :], query_lo[:, None], query_hi[:, None], len_q, MASK)
+            p = activated_scores(s, row_lse[None, :], allowed, scale, ACT, FAST_TANH, k.dtype == tl.float32, MASKED)
+            # dP after dV: while one sum is in flight, the matrix unit must not be handed a second one.
+            dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+            ds = score_gradient(s, p, dp, row_delta[None, :], allowed, scale, out_scale, ACT, FAST_TANH, MASKED)
+            dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+            q += q_step
+            do += do_step
     return dk, dv
 
 
@@ -214,7 +230,7 @@ def _gradient_of_keys(
     dk, dv, k, v, q, do, lse, delta, q_stride, do_stride, first_row, len_q, len_kv, scale, out_scale,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add one head's share to dk / scale and dv / out_scale of a tile of keys."""
     j = first_row + tl.arange(0, BLOCK_KV)
@@ -228,17 +244,17 @@ def _gradient_of_keys(
         dk, dv = _stream_queries(
             dk, dv, k, v, q, do, lse, delta, q_stride, do_stride, begin, tl.minimum(main_begin, end),
             query_lo, query_hi, len_q, scale, out_scale,
-            H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, ACT, FAST_TANH, PRECISION, True,
+            H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
         )  # fmt: skip
     dk, dv = _stream_queries(
         dk, dv, k, v, q, do, lse, delta, q_stride, do_stride, main_begin, main_end,
         query_lo, query_hi, len_q, scale, out_scale,
-        H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, ACT, FAST_TANH, PRECISION, False,
+        H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, MASK, ACT, FAST_TANH, PRECISION, WIDE, False,
     )  # fmt: skip
     dk, dv = _stream_queries(
         dk, dv, k, v, q, do, lse, delta, q_stride, do_stride, main_end, end,
         query_lo, query_hi, len_q, scale, out_scale,
-        H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, ACT, FAST_TANH, PRECISION, True,
+        H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
     )  # fmt: skip
     return dk, dv
 
@@ -250,7 +266,7 @@ def backward_kv(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACTS: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, BROADCAST_Q: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, BROADCAST_Q: tl.constexpr,
 ):  # fmt: skip
     """dK and dV: one program for each entry of the key tile table and each key head; adds up the heads of its group.
 
@@ -292,7 +308,7 @@ def backward_kv(
                     dk_tile, dv_tile, k_tile, v_tile, q_first + head64 * q_head, do_first + head64 * do_head,
                     lse + rows, delta + rows, q_row, do_row, first_row, len_q, len_kv, scale, out_scale,
                     H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, 0),
-                    FAST_TANH, PRECISION,
+                    FAST_TANH, PRECISION, WIDE,
                 )  # fmt: skip
             else:
                 which = activation_of(head, ACTS)
@@ -302,7 +318,7 @@ def backward_kv(
                             dk_tile, dv_tile, k_tile, v_tile, q_first + head64 * q_head, do_first + head64 * do_head,
                             lse + rows, delta + rows, q_row, do_row, first_row, len_q, len_kv, scale, out_scale,
                             H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, a),
-                            FAST_TANH, PRECISION,
+                            FAST_TANH, PRECISION, WIDE,
                         )  # fmt: skip
         heads_kv: tl.constexpr = H // GROUP
         dk_pointers = row_pointers(dk + kv_head64 * D, start, heads_kv * D, BLOCK_KV, BLOCK_D)

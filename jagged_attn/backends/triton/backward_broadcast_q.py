@@ -7,9 +7,9 @@ and stores its partial sum once, to ``parts [P, S, H, D]``; ``reduce_parts`` add
 import triton
 import triton.language as tl
 
-from .._jit.jagged import count_tiles, load_tile, row_pointers, sequence_rows, store_tile
-from .._jit.scores import activation_name, activation_of, key_range, num_activations
-from .backward import score_gradient, stream_keys
+from .._jit.jagged import count_tiles, load_tile, row_pointers, sequence_rows, store_tile, tile_offsets
+from .._jit.scores import activation_name, activation_of, key_range, num_activations, pairs_allowed
+from .backward import activated_scores, score_gradient, stream_keys
 
 
 @triton.jit
@@ -17,37 +17,41 @@ def _stream_keys_and_values(
     dq, q, do, row_lse, row_delta, k, v, dk, dv, k_stride, v_stride, dk_stride, dv_stride,
     begin, end, key_lo, key_hi, limit, len_kv, scale, out_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KV: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Store dK and dV of the keys ``[begin, end)`` of a sequence, and add to dq / scale what they give.
 
-    Keys from ``limit`` on are not read. Scores are held as [keys, queries].
+    Keys from ``limit`` on are not read.
     """
-    k_pointers = row_pointers(k, begin, k_stride, BLOCK_KV, BLOCK_D)
-    v_pointers = row_pointers(v, begin, v_stride, BLOCK_KV, BLOCK_DV)
+    k_offsets = tile_offsets(k_stride, BLOCK_KV, BLOCK_D, WIDE)
+    k += tl.cast(begin, tl.int64) * k_stride
+    v_offsets = tile_offsets(v_stride, BLOCK_KV, BLOCK_DV, WIDE)
+    v += tl.cast(begin, tl.int64) * v_stride
     k_step = tl.cast(k_stride, tl.int64) * BLOCK_KV
     v_step = tl.cast(v_stride, tl.int64) * BLOCK_KV
+    dk_offsets = tile_offsets(dk_stride, BLOCK_KV, BLOCK_D, WIDE)
+    dv_offsets = tile_offsets(dv_stride, BLOCK_KV, BLOCK_DV, WIDE)
+    dk += tl.cast(begin, tl.int64) * dk_stride
+    dv += tl.cast(begin, tl.int64) * dv_stride
     for first in range(begin, end, BLOCK_KV):
         j = first + tl.arange(0, BLOCK_KV)
-        k_tile = load_tile(k_pointers, j < limit, D, BLOCK_D, True)
-        v_tile = load_tile(v_pointers, j < limit, DV, BLOCK_DV, True)
-        s = tl.dot(k_tile, tl.trans(q), input_precision=PRECISION)
-        dp = tl.dot(v_tile, tl.trans(do), input_precision=PRECISION)
-        allowed = (key_lo[None, :] <= j[:, None]) & (j[:, None] < key_hi[None, :])
-        p, ds = score_gradient(
-            s, dp, row_lse[None, :], row_delta[None, :], allowed, scale, out_scale,
-            ACT, FAST_TANH, q.dtype == tl.float32, True,
-        )  # fmt: skip
+        k_tile = load_tile(k + k_offsets, j < limit, D, BLOCK_D, True)
+        v_tile = load_tile(v + v_offsets, j < limit, DV, BLOCK_DV, True)
+        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
+        allowed = pairs_allowed(j[None, :], key_lo[:, None], key_hi[:, None], limit, MASK)
+        p = activated_scores(s, row_lse[:, None], allowed, scale, ACT, FAST_TANH, q.dtype == tl.float32, True)
+        ds = score_gradient(s, p, dp, row_delta[:, None], allowed, scale, out_scale, ACT, FAST_TANH, True)
         ds = ds.to(k_tile.dtype)
-        dv_tile = tl.dot(p.to(do.dtype), do, input_precision=PRECISION)
-        dv_pointers = row_pointers(dv, first, dv_stride, BLOCK_KV, BLOCK_DV)
-        store_tile(dv_pointers, dv_tile * out_scale, j < len_kv, DV, BLOCK_DV)
-        dk_tile = tl.dot(ds, q, input_precision=PRECISION)
-        dk_pointers = row_pointers(dk, first, dk_stride, BLOCK_KV, BLOCK_D)
-        store_tile(dk_pointers, dk_tile * scale, j < len_kv, D, BLOCK_D)
-        dq = tl.dot(tl.trans(ds), k_tile, dq, input_precision=PRECISION)
-        k_pointers += k_step
-        v_pointers += v_step
+        dv_tile = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
+        store_tile(dv + dv_offsets, dv_tile * out_scale, j < len_kv, DV, BLOCK_DV)
+        dk_tile = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+        store_tile(dk + dk_offsets, dk_tile * scale, j < len_kv, D, BLOCK_D)
+        dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION)
+        k += k_step
+        v += v_step
+        dk += tl.cast(dk_stride, tl.int64) * BLOCK_KV
+        dv += tl.cast(dv_stride, tl.int64) * BLOCK_KV
     return dq
 
 
@@ -57,7 +61,7 @@ def _walk(
     tile, end, first_query, do_batch, do_row, k_row, v_row, scale, out_scale,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq / scale from the key tiles ``[tile, end)`` of the table, one sequence after another.
 
@@ -96,13 +100,13 @@ def _walk(
                 dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row,
                 dk + start * (kv_stride * D), dv + start * (kv_stride * DV), k_row, v_row,
                 kv_stride * D, kv_stride * DV, first_row, stop, key_lo, key_hi, limit, len_kv, scale, out_scale,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE,
             )  # fmt: skip
         else:
             dq = stream_keys(
                 dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row, k_row, v_row,
                 first_row, tl.minimum(stop, limit), key_lo, key_hi, limit, scale, out_scale,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, True,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
             )  # fmt: skip
         tile += tiles
     return dq
@@ -116,7 +120,7 @@ def broadcast_q_backward(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACTS: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, KEYS: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program for each part of the key tile table, tile of the shared queries and head.
 
@@ -143,7 +147,7 @@ def broadcast_q_backward(
             table, offsets_kv, num_sequences, num_queries, total_kv, tile, end, first_query,
             do_batch, do_row, k_row, v_row, scale, out_scale,
             H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, 0),
-            FAST_TANH, PRECISION, KEYS,
+            FAST_TANH, PRECISION, WIDE, KEYS,
         )  # fmt: skip
     else:
         dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -156,7 +160,7 @@ def broadcast_q_backward(
                     table, offsets_kv, num_sequences, num_queries, total_kv, tile, end, first_query,
                     do_batch, do_row, k_row, v_row, scale, out_scale,
                     H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, a),
-                    FAST_TANH, PRECISION, KEYS,
+                    FAST_TANH, PRECISION, WIDE, KEYS,
                 )  # fmt: skip
     first = part.to(tl.int64) * num_queries + first_query
     store_tile(row_pointers(parts + head64 * D, first, H * D, BLOCK_Q, BLOCK_D), dq * scale, row_ok, D, BLOCK_D)

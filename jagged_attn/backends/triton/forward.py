@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .._jit.jagged import load_tile, partner_rows, row_pointers, sequence_rows, store_tile
+from .._jit.jagged import load_tile, partner_rows, row_pointers, sequence_rows, store_tile, tile_offsets
 from .._jit.scores import (
     LN2,
     LOG2E,
@@ -14,6 +14,7 @@ from .._jit.scores import (
     key_range,
     mask_opens,
     num_activations,
+    pairs_allowed,
     split_range,
 )
 
@@ -40,28 +41,33 @@ def _softmax_step(s, acc, row_sum, row_max, allowed, scale, MASKED: tl.constexpr
 def _stream(
     acc, row_sum, row_max, q, k, v, k_stride, v_stride, begin, end, key_lo, key_hi, len_kv, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KV: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys ``[begin, end)`` of a sequence, whose first key and value are at ``k`` and ``v``."""
-    k_pointers = row_pointers(k, begin, k_stride, BLOCK_KV, BLOCK_D)
-    v_pointers = row_pointers(v, begin, v_stride, BLOCK_KV, BLOCK_DV)
+    k_offsets = tile_offsets(k_stride, BLOCK_KV, BLOCK_D, WIDE)
+    k += tl.cast(begin, tl.int64) * k_stride
+    v_offsets = tile_offsets(v_stride, BLOCK_KV, BLOCK_DV, WIDE)
+    v += tl.cast(begin, tl.int64) * v_stride
     k_step = tl.cast(k_stride, tl.int64) * BLOCK_KV
     v_step = tl.cast(v_stride, tl.int64) * BLOCK_KV
-    for first in range(begin, end, BLOCK_KV):
-        j = first + tl.arange(0, BLOCK_KV)
-        k_tile = load_tile(k_pointers, j < len_kv, D, BLOCK_D, MASKED)
-        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        allowed = (key_lo[:, None] <= j[None, :]) & (j[None, :] < key_hi[:, None])
-        if ACT == "softmax":
-            p, acc, row_sum, row_max = _softmax_step(s, acc, row_sum, row_max, allowed, scale, MASKED)
-        else:
-            p = activate(s * scale, ACT, FAST_TANH)
-            if MASKED:
-                p = tl.where(allowed, p, 0.0)
-        v_tile = load_tile(v_pointers, j < len_kv, DV, BLOCK_DV, MASKED)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-        k_pointers += k_step
-        v_pointers += v_step
+    # See backward._stream_queries for the branch.
+    if begin < end:
+        for first in range(begin, end, BLOCK_KV):
+            j = first + tl.arange(0, BLOCK_KV)
+            k_tile = load_tile(k + k_offsets, j < len_kv, D, BLOCK_D, MASKED)
+            s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+            allowed = pairs_allowed(j[None, :], key_lo[:, None], key_hi[:, None], len_kv, MASK)
+            if ACT == "softmax":
+                p, acc, row_sum, row_max = _softmax_step(s, acc, row_sum, row_max, allowed, scale, MASKED)
+            else:
+                p = activate(s * scale, ACT, FAST_TANH)
+                if MASKED:
+                    p = tl.where(allowed, p, 0.0)
+            v_tile = load_tile(v + v_offsets, j < len_kv, DV, BLOCK_DV, MASKED)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+            k += k_step
+            v += v_step
     return acc, row_sum, row_max
 
 
@@ -70,7 +76,7 @@ def _attend(
     q, k, v, k_stride, v_stride, first_row, len_q, len_kv, scale, out_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of a tile of queries that begins at ``first_row`` of its sequence."""
     i = first_row + tl.arange(0, BLOCK_Q)
@@ -87,15 +93,16 @@ def _attend(
     if not mask_opens(MASK, 0):
         acc, row_sum, row_max = _stream(
             acc, row_sum, row_max, q, k, v, k_stride, v_stride, begin, tl.minimum(main_begin, end),
-            key_lo, key_hi, len_kv, scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, True,
+            key_lo, key_hi, len_kv, scale,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
         )  # fmt: skip
     acc, row_sum, row_max = _stream(
         acc, row_sum, row_max, q, k, v, k_stride, v_stride, main_begin, main_end,
-        key_lo, key_hi, len_kv, scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, False,
+        key_lo, key_hi, len_kv, scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, False,
     )  # fmt: skip
     acc, row_sum, row_max = _stream(
         acc, row_sum, row_max, q, k, v, k_stride, v_stride, main_end, end,
-        key_lo, key_hi, len_kv, scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, ACT, FAST_TANH, PRECISION, True,
+        key_lo, key_hi, len_kv, scale, D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
     )  # fmt: skip
     if ACT == "softmax":
         has_key = row_sum != 0.0
@@ -113,7 +120,7 @@ def _forward_tile(
     q, k, v, out, lse, q_stride, k_stride, v_stride, head, first_row, len_q, len_kv, scale, out_scale,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr, ACTS: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute and store one tile; every pointer is at its sequence's first row and at the program's head."""
     i = first_row + tl.arange(0, BLOCK_Q)
@@ -127,7 +134,7 @@ def _forward_tile(
         acc, lse_rows = _attend(
             q_tile, k, v, k_stride, v_stride, first_row, len_q, len_kv, scale, out_scale,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, 0),
-            FAST_TANH, PRECISION,
+            FAST_TANH, PRECISION, WIDE,
         )  # fmt: skip
     else:
         acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
@@ -138,7 +145,7 @@ def _forward_tile(
                 acc, lse_rows = _attend(
                     q_tile, k, v, k_stride, v_stride, first_row, len_q, len_kv, scale, out_scale,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, a),
-                    FAST_TANH, PRECISION,
+                    FAST_TANH, PRECISION, WIDE,
                 )  # fmt: skip
     store_tile(row_pointers(out, first, H * DV, BLOCK_Q, BLOCK_DV), acc, row_ok, DV, BLOCK_DV)
     if has_softmax(ACTS):
@@ -152,7 +159,7 @@ def forward(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACTS: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Self and cross attention: one program for each entry of the query tile table and each head."""
     program = tl.program_id(0)
@@ -168,7 +175,7 @@ def forward(
             q + start_q * q_row + head64 * q_head, k + start_kv * k_row + kv_head * k_head,
             v + start_kv * v_row + kv_head * v_head, out + (start_q * H + head64) * DV, lse + start_q * H + head64,
             q_row, k_row, v_row, head, first_row, len_q, len_kv, scale, out_scale,
-            H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, ACTS, FAST_TANH, PRECISION,
+            H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, ACTS, FAST_TANH, PRECISION, WIDE,
         )  # fmt: skip
 
 
@@ -192,7 +199,7 @@ def broadcast_q_forward(
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACTS: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Broadcast-Q: one program for each sequence, tile of the shared queries and head.
 
@@ -215,7 +222,7 @@ def broadcast_q_forward(
             q + head64 * q_head, k + start_kv * k_row + kv_head * k_head, v + start_kv * v_row + kv_head * v_head,
             out + start_out * DV, lse + start_out,
             q_row, k_row, v_row, head, first_row, num_queries, len_kv, scale, out_scale,
-            H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, ACTS, FAST_TANH, PRECISION,
+            H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, ACTS, FAST_TANH, PRECISION, WIDE,
         )  # fmt: skip
     if n < num_sequences:
         _, len_kv = sequence_rows(offsets_kv, n, num_sequences, total_kv)

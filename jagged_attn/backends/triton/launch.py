@@ -25,6 +25,8 @@ from .forward import forward as forward_kernel
 # Programs for each multiprocessor: enough that the slowest does not keep the others waiting, few enough that the
 # workspace stays small.
 _PARTS_PER_PROCESSOR = 4
+# Tiles have at most 256 rows: offsets within one fit into 31 bits below this row stride.
+_WIDE_STRIDE = 2**23
 _REDUCE = {"PARTS": 32, "BLOCK": 64, "num_warps": 4}
 
 if capability.is_interpreted():
@@ -44,7 +46,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=1024)
-def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool) -> _Plan:
+def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool, wide: bool) -> _Plan:
     if device.type == "cuda":
         arch = Arch("cuda", torch.cuda.get_device_capability(device), torch.version.hip is not None)
     else:
@@ -60,6 +62,7 @@ def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool) -> _Plan:
         "ACTS": ",".join(spec.activation),
         "FAST_TANH": arch.device_type == "cuda" and not arch.is_hip and not capability.is_interpreted(),
         "PRECISION": "tf32" if allow_tf32 else "ieee",
+        "WIDE": wide,
     }
 
     def constants(tile: TileConfig, **more: Any) -> dict[str, Any]:
@@ -107,7 +110,8 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See ``Launch.forward``."""
-    plan = _plan(spec, q.device, torch.backends.cuda.matmul.allow_tf32)
+    strides = _strides(q, k, v)
+    plan = _plan(spec, q.device, torch.backends.cuda.matmul.allow_tf32, max(strides) >= _WIDE_STRIDE)
     out, lse = new_outputs(q, v, geometry, spec.has_softmax)
     table, offsets_kv = geometry.tables[0], geometry.offsets_kv.contiguous()
     programs = table.shape[0] * spec.num_heads
@@ -115,7 +119,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
         if geometry.offsets_q is not None:
             forward_kernel[(programs,)](
                 q, k, v, out, lse, table, geometry.offsets_q.contiguous(), offsets_kv,
-                geometry.num_sequences, q.shape[0], k.shape[0], *_strides(q, k, v), spec.scale, spec.out_scale,
+                geometry.num_sequences, q.shape[0], k.shape[0], *strides, spec.scale, spec.out_scale,
                 **plan.forward,
             )  # fmt: skip
         elif out.numel():
@@ -123,7 +127,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
             query_tiles = -(-q.shape[0] // constants["BLOCK_Q"])
             broadcast_q_forward_kernel[(programs * query_tiles,)](
                 q, k, v, out, lse, table, offsets_kv,
-                geometry.num_sequences, q.shape[0], k.shape[0], *_strides(q, k, v), spec.scale, spec.out_scale,
+                geometry.num_sequences, q.shape[0], k.shape[0], *strides, spec.scale, spec.out_scale,
                 **constants,
             )  # fmt: skip
     return out, lse
@@ -133,9 +137,10 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, geometry: Geometry, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``Launch.backward``."""
-    plan = _plan(spec, q.device, torch.backends.cuda.matmul.allow_tf32)
-    dout = _contiguous_rows(dout)
     grads = new_gradients(q, k, v)
+    dout = _contiguous_rows(dout)
+    strides = _strides(dout, q, k, v, grads[0], grads[1], grads[2])
+    plan = _plan(spec, q.device, torch.backends.cuda.matmul.allow_tf32, max(strides) >= _WIDE_STRIDE)
     delta = torch.empty_like(lse)
     with _on(q.device):
         if geometry.offsets_q is None:
