@@ -141,7 +141,9 @@ def derived(offsets: Tensor, other: Tensor, key: Hashable, build: Callable[[], T
         and entry.other_version == other._version
     ):
         return entry.value
-    value = build()
+    # Also when this call runs in inference mode: a training step that comes later saves the value for its backward.
+    with torch.inference_mode(False):
+        value = build()
     for dead in [k for k, e in entries.items() if e.other() is None]:
         entries.pop(dead, None)
     entries[full_key] = _Derived(value, offsets._version, weakref.ref(other), other._version)

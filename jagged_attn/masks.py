@@ -5,7 +5,6 @@ derive their loop bounds and their element tests from the same numbers.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
 Align = Literal["bottom_right", "top_left"]
@@ -161,7 +160,6 @@ class BlockDiagonal(Mask):
         return f"block:{self.size}"
 
 
-@lru_cache(maxsize=1024)
 def parse_mask(code: str) -> Mask:
     """The mask whose ``code`` this is."""
     kind, *fields = code.split(":")

@@ -112,6 +112,13 @@ class TestLayout:
         del offsets
         assert Value.alive == 0
 
+    def test_what_an_inference_call_remembers_serves_a_training_step(self) -> None:
+        offsets = torch.tensor([0, 2, 5])
+        with torch.inference_mode():
+            value = derived(offsets, offsets, "key", lambda: offsets.diff())
+        assert not value.is_inference()
+        assert derived(offsets, offsets, "key", lambda: offsets.diff()) is value
+
     def test_nothing_is_remembered_for_inference_tensors(self) -> None:
         calls = itertools.count()
         with torch.inference_mode():
