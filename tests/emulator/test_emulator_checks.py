@@ -246,8 +246,9 @@ def test_what_a_run_used_is_reported():
 
 
 def test_a_tensor_memory_alias_must_be_of_equal_size():
+    emulate(small.reuse_of_unequal_size, (1,), {})
     with pytest.raises(EmulatorError, match="ALIAS"):
-        emulate(small.reuse_of_unequal_size, (1,), {})
+        emulate(small.reuse_of_unequal_size, (1,), {}, Launch(checks=HOUSE_RULES))
 
 
 def test_only_a_local_barrier_can_be_waited_for():
@@ -271,6 +272,25 @@ def test_what_the_emulator_lacks_is_named_at_once(which, words):
 def test_an_unknown_keyword_is_named_at_once():
     with pytest.raises(TypeError, match="how"):
         emulate(small.unknown, (1,), {"y": torch.zeros(1, dtype=torch.int32), "WHICH": "keyword"})
+
+
+def test_the_default_task_cannot_ask_for_registers():
+    with pytest.raises(EmulatorError, match=r"BUDGET.*the default task gets what is left"):
+        emulate(small.default_with_registers, (1,), {})
+
+
+def test_strict_mma_takes_the_ptx_text_at_its_word():
+    """S(i + 1) over P(i) relies on the queue being in order, which PTX promises only for one accumulator and shape."""
+    subject = small_queue()
+    emulate(*subject, Launch())
+    with pytest.raises(EmulatorError, match=r"RACE: tmem"):
+        emulate(*subject, Launch(checks=Checks(strict_mma=True)))
+
+
+def small_queue():
+    a, b, y = torch.randn(128, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.empty(128, 64)
+    maps = {"desc_a": TensorDescriptor.from_tensor(a, [128, 64]), "desc_b": TensorDescriptor.from_tensor(b, [64, 64])}
+    return small.queue_order, (1,), {**maps, "y": y}
 
 
 def test_compiler_fences_make_a_missing_fence_harmless():

@@ -37,6 +37,14 @@ def test_no_report_over_200_seeds(name, block):
         case.check(Schedule("random", seed))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_no_report_over_1000_more_seeds(name):
+    case = CASES[name]()
+    for seed in range(1000, 2000):
+        case.check(Schedule("random", seed))
+
+
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_lengths_around_the_block(arch, block):

@@ -39,6 +39,9 @@ def local_alloc(
             raise machine().fail(
                 Verdict.SHAPE, f"a tensor-memory tile of {sizes} x {bits} bits: 64 or 128 lanes, whole columns"
             )
+        if sizes[0] < TENSOR_LANES and len(machine().running.cta.cluster) > 1:
+            text = "64-row tiles of tensor memory in a cluster (pairs lay them out over 128 lanes) are not emulated"
+            raise machine().fail(Verdict.UNSUPPORTED, text)
         unit = sizes[1] * bits // 32
     else:
         unit = int(np.prod(sizes)) * bits // 8
@@ -56,9 +59,10 @@ def local_alloc(
 
 
 def _reuse_buffer(buffer: Buffer, owner: Buffer) -> None:
-    """Lay ``buffer`` over ``owner``: no larger, and in tensor memory of the same size."""
+    """Lay ``buffer`` over ``owner``: no larger, and by the house rules, in tensor memory, of the same size."""
     mine, theirs = buffer.unit * buffer.num, owner.unit * owner.num
-    if mine > theirs or (buffer.storage == TMEM and mine != theirs):
+    unequal = buffer.storage == TMEM and mine != theirs and machine().checks.equal_aliases
+    if mine > theirs or unequal:
         raise machine().fail(Verdict.ALIAS, f"{buffer.name} takes {mine}, {owner.name}, which it reuses, {theirs}")
     buffer.offset = owner.offset
     buffer.alias = owner.alias

@@ -96,6 +96,14 @@ PTX_HELPERS: dict[str, Callable[..., Any]] = {
     "tanh_approx_fp32": lambda x: _f32(np.tanh(_wide(x))),
 }
 
+# Functions of libdevice.
+LIBDEVICE: dict[str, Callable[..., Any]] = {
+    "fast_dividef": lambda a, b: _f32(_wide(a) / _wide(b)),
+    "fast_expf": lambda a: _f32(np.exp(_wide(a))),
+    "tanh": lambda a: _f32(np.tanh(_wide(a))),
+    "rsqrt": lambda a: _f32(1 / np.sqrt(_wide(a))),
+}
+
 _PTX_MNEMONICS: list[tuple[str, Callable[..., np.ndarray]]] = [
     (r"fma\.rn(\.ftz)?\.f32x2", lambda a, b, c: a * b + c),
     (r"mul(\.rn)?(\.ftz)?\.f32x2", lambda a, b: a * b),

@@ -27,7 +27,7 @@ NAMED_BARRIERS = 16
 
 @dataclass(frozen=True)
 class Checks:
-    """Which checks run. All on by default, except ``strict_mma`` and ``overflow``.
+    """Which checks run. On by default are those that no correct kernel in use trips over.
 
     Args:
         races: Happens-before for shared, tensor and global memory.
@@ -38,6 +38,7 @@ class Checks:
         laps: A barrier that ran ahead of a waiter.
         exits: Work in flight and barriers half full when a CTA ends.
         budgets: Shared memory, tensor memory, warps, registers.
+        equal_aliases: A ``reuse=`` in tensor memory is as large as what it lies over; fbtriton takes smaller ones.
         strict_mma: Take the PTX text at its word: products are ordered only with products into the same accumulator
             of the same shape. Off by default: kernels in use rely on the queue being in order.
         overflow: Raise when 32-bit integer arithmetic in a kernel overflows (slower).
@@ -50,10 +51,11 @@ class Checks:
     laps: bool = True
     exits: bool = True
     budgets: bool = True
+    equal_aliases: bool = False
     strict_mma: bool = False
     overflow: bool = False
 
 
 # What kernels of this library are held to.
-HOUSE_RULES = Checks(compiler_fences=False)
+HOUSE_RULES = Checks(compiler_fences=False, equal_aliases=True)
 NO_CHECKS = Checks(races=False, fences=False, unwritten=False, laps=False, exits=False, budgets=False)

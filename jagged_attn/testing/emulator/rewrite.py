@@ -19,7 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from .errors import EmulatorError, Verdict
-from .language import BUILTINS, PTX_HELPERS, TLX, ModuleProxy, loop, triton_language
+from .language import BUILTINS, LIBDEVICE, PTX_HELPERS, TLX, ModuleProxy, loop, triton_language
 from .machine import KERNEL_FILES
 from .memory import Buffer
 from .scalars import integer
@@ -225,6 +225,8 @@ class Program:
         home = getattr(value, "__module__", None) or ""
         if home.endswith("inline_ptx_lib") and getattr(value, "__name__", "") in PTX_HELPERS:
             return PTX_HELPERS[value.__name__]
+        if home.endswith("extra.libdevice"):
+            return LIBDEVICE.get(value.__name__, value)
         if home.startswith(_TLX_MODULE) and callable(value):
             return _tlx_function(value)
         if home == "triton.language.core" and tl.core.is_builtin(value):

@@ -42,6 +42,8 @@ class TaskSpec:
         self.warps = machine().num_warps if warps is None else int(warps)
         registers = unwrap(options.get("registers", options.get("num_regs")))
         self.registers = None if registers is None else int(registers)
+        if self.default and registers is not None:
+            raise machine().fail(Verdict.BUDGET, "the default task gets what is left: it cannot ask for registers")
 
 
 class TaskList:

@@ -450,3 +450,35 @@ def wait_for_next(flag, y):
         tl.store(y, 1.0)
     else:
         tl.atomic_add(flag, 1)
+
+
+@triton.jit
+def default_with_registers():
+    """Registers for the default task, which fbtriton refuses."""
+    with tlx.async_tasks():
+        with tlx.async_task("default", registers=120):
+            pass
+        with tlx.async_task(num_warps=4, registers=120):
+            pass
+
+
+@triton.jit
+def queue_order(desc_a, desc_b, y):
+    """A product reads P from columns that the next product, into another accumulator, overwrites."""
+    a = tlx.local_alloc((128, 64), tl.bfloat16, 1)
+    b = tlx.local_alloc((64, 64), tl.bfloat16, 1)
+    s = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
+    p = tlx.local_alloc((128, 64), tl.bfloat16, 2, tlx.storage_kind.tmem, reuse=s)
+    o = tlx.local_alloc((128, 64), tl.float32, 1, tlx.storage_kind.tmem)
+    full = tlx.alloc_barriers(1)
+    done = tlx.alloc_barriers(1)
+    tlx.barrier_expect_bytes(full[0], (128 * 64 + 64 * 64) * 2)
+    tlx.async_descriptor_load(desc_a, a[0], [0, 0], full[0])
+    tlx.async_descriptor_load(desc_b, b[0], [0, 0], full[0])
+    tlx.barrier_wait(full[0], 0)
+    tlx.local_store(p[0], tlx.local_load(a[0]))
+    tlx.async_dot(p[0], b[0], o[0], use_acc=False, force_async=True)
+    tlx.async_dot(a[0], b[0], s[0], use_acc=False, mBarriers=[done[0]])
+    tlx.barrier_wait(done[0], 0)
+    cells = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(y + cells, tlx.local_load(s[0]))
