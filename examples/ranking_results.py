@@ -17,7 +17,7 @@ from ranking import sources
 from ranking.outputs import write_csv
 from ranking.provenance import provenance
 from ranking.recipes import DATA, POOLINGS, grid, recipe
-from ranking.summary import Row, insert, markdown, plot, verdicts
+from ranking.summary import Row, insert, markdown, plot, tuned, verdicts
 from ranking.training import TrainConfig, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ def _train(data: str, config: TrainConfig, options: argparse.Namespace) -> list[
         "seed": config.seed,
         "held_out": held_out,
         "learning_rate": config.learning_rate,
-        "dropout": config.model.dropout,
+        "embedding_boost": config.embedding_boost,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "base_rate": f"{dataset.held_out.label.mean():.6f}",
         "bayes_ne": "" if bayes is None else f"{bayes.ne:.6f}",
@@ -74,18 +74,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     origin = provenance(options.device)
+    table = options.out / ("ranking_tuning.csv" if options.tune else "ranking.csv")
     rows: list[Row] = []
     for data, config in _runs(options):
-        new = [{**row, **origin} for row in _train(data, config, options)]
-        rows += new
-        last = new[-1]
+        rows += [{**row, **origin} for row in _train(data, config, options)]
+        write_csv(table, rows, rows[0])
+        last = rows[-1]
         print(
-            f"{data}, {config.pooling}, seed {config.seed}, learning rate {config.learning_rate}, dropout "
-            f"{config.model.dropout}: {last['held_out']} NE {last['ne']}, AUC {last['auc']}",
+            f"{data}, {config.pooling}, seed {config.seed}, learning rate {config.learning_rate}, embedding boost "
+            f"{config.embedding_boost}: {last['held_out']} NE {last['ne']}, AUC {last['auc']}",
             flush=True,
         )
-    write_csv(options.out / ("ranking_tuning.csv" if options.tune else "ranking.csv"), rows, rows[0])
     if options.tune:
+        print(
+            "\n".join(f"{' '.join(run)}: learning rate and embedding boost {best}" for run, best in tuned(rows).items())
+        )
         return 0
     plot(options.docs / "ranking.png", rows)
     insert(options.docs / "ranking.md", markdown(rows))

@@ -39,7 +39,7 @@ class ModelConfig:
     num_layers: int = 2
     hidden: int = 64
     dropout: float = 0.1
-    embedding_std: float = 0.1
+    embedding_std: float = 0.3
 
 
 class RankingModel(nn.Module):

@@ -36,6 +36,15 @@ def standard_error(numbers: list[float]) -> float:
     return statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else 0.0
 
 
+def tuned(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Learning rate and embedding boost with the lowest NE after the last epoch, by data and pooling."""
+    last: dict[tuple[str, str], dict[tuple[float, float], float]] = {}
+    for row in rows:  # in the order of the epochs
+        point = (float(row["learning_rate"]), float(row["embedding_boost"]))
+        last.setdefault((row["data"], row["pooling"]), {})[point] = float(row["ne"])
+    return {run: min(ne, key=ne.__getitem__) for run, ne in last.items()}
+
+
 def verdicts(rows: list[Row]) -> list[tuple[bool, str]]:
     """Each bar that the rows can answer: whether it is met, and a sentence with the figures."""
     found = []

@@ -56,7 +56,7 @@ class SyntheticConfig:
     sigma: float = 0.83
     max_length: int = 400
     no_history: float = 0.03
-    max_candidates: int = 7
+    max_candidates: int = 20
     num_favourites: int = 3
     drift: float = 0.05
     loyalty: float = 0.7
