@@ -18,7 +18,7 @@ class TritonConfigs:
         forward: queries stay, keys pass.
         backward_q: likewise.
         backward_kv: keys stay, queries pass.
-        broadcast_q_forward: queries stay, keys pass; the smallest that holds all shared queries, or the last.
+        broadcast_q_forward_wide: as ``forward``, for many shared queries against long sequences (``is_wide``).
         broadcast_q_partial: the shared queries stay, the keys of all sequences pass; dQ alone.
         broadcast_q_fused: the same with dK and dV, for up to ``block_q`` shared queries; smallest first, maybe none.
             All have the ``block_kv`` of ``broadcast_q_partial``, because S is not known when tables are made.
@@ -27,9 +27,18 @@ class TritonConfigs:
     forward: TileConfig
     backward_q: TileConfig
     backward_kv: TileConfig
-    broadcast_q_forward: tuple[TileConfig, ...]
+    broadcast_q_forward_wide: TileConfig
     broadcast_q_partial: TileConfig
     broadcast_q_fused: tuple[TileConfig, ...]
+
+
+def is_wide(num_queries: int, num_sequences: int, total_kv: int) -> bool:
+    """Whether broadcast-Q's forward takes its wide tile: S fills it, and the mean length pays for its slower start.
+
+    Decided by shapes alone. On an H200, S = 128, D = 128: wide 0.89 ms against 0.94 at a mean of 1024 keys, 0.36
+    against 0.33 at 256 (docs/log-triton.md).
+    """
+    return num_queries > 64 and total_kv >= 512 * num_sequences
 
 
 def pad_head_dim(head_dim: int) -> int:
@@ -37,22 +46,30 @@ def pad_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-# Widest first; the first that fits into shared memory is taken.
-_HALF: dict[Role, tuple[TileConfig, ...]] = {
-    "forward": (TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 2), TileConfig(64, 32, 4, 2)),
-    "backward_q": (TileConfig(128, 64, 8, 2), TileConfig(64, 64, 8, 2), TileConfig(64, 32, 4, 2)),
-    "backward_kv": (TileConfig(64, 128, 8, 2), TileConfig(64, 64, 8, 2), TileConfig(32, 64, 4, 2)),
-    "broadcast_q_backward": (TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 1)),
+# The first that fits into shared memory is taken. Measured for D = 128 on an H200: docs/log-triton.md. Two programs of
+# four warps on a processor hide each other's waits better than one of eight, as long as both fit.
+_UP_TO_128: dict[Role, tuple[TileConfig, ...]] = {
+    "forward": (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2)),
+    "backward_q": (TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 32, 4, 2)),
+    "backward_kv": (TileConfig(32, 64, 4, 3), TileConfig(32, 64, 4, 2), TileConfig(32, 32, 4, 2)),
+    "broadcast_q_backward": (TileConfig(128, 64, 8, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 32, 4, 2)),
+}
+_UP_TO_256: dict[Role, tuple[TileConfig, ...]] = {
+    "forward": (TileConfig(128, 64, 8, 2), TileConfig(64, 32, 4, 2), TileConfig(32, 32, 4, 2)),
+    "backward_q": (TileConfig(64, 64, 8, 2), TileConfig(64, 32, 8, 2), TileConfig(32, 32, 4, 1)),
+    "backward_kv": (TileConfig(32, 64, 8, 2), TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 1)),
+    "broadcast_q_backward": (TileConfig(64, 64, 8, 2), TileConfig(64, 32, 8, 2), TileConfig(32, 32, 4, 1)),
 }
 # Without TF32 the products of fp32 run on no tensor core, and are unrolled over the dimension they sum.
 _SINGLE: dict[Role, tuple[TileConfig, ...]] = {
-    role: (TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 1)) for role in _HALF
+    role: (TileConfig(32, 32, 4, 2), TileConfig(32, 32, 4, 1)) for role in _UP_TO_128
 }
-_HALF_FUSED = (TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2), TileConfig(128, 64, 8, 2))
-_HALF_BROADCAST_Q_FORWARD = (TileConfig(64, 64, 4, 2), TileConfig(128, 64, 8, 2))
+_BROADCAST_Q_WIDE = (TileConfig(128, 128, 8, 3), TileConfig(128, 64, 8, 3))
+_FUSED = (TileConfig(64, 64, 8, 3), TileConfig(128, 64, 8, 3))
 _LEAST = TileConfig(16, 16, 4, 1)
-# Small and of different sizes, so that tests meet every edge in a few steps.
-_INTERPRETED = TileConfig(32, 16, 4, 1)
+# The interpreter takes about as long for a large tile as for a small one; of different sizes, so that none can stand in
+# for the other.
+_INTERPRETED = TileConfig(64, 32, 4, 1)
 
 
 @lru_cache(maxsize=1024)
@@ -76,19 +93,26 @@ def triton_configs(
     """
     if device_type == "cpu":
         tile = _INTERPRETED
-        return TritonConfigs(tile, tile, TileConfig(16, 32, 4, 1), (tile,), tile, (tile,))
+        return TritonConfigs(tile, tile, TileConfig(32, 64, 4, 1), tile, tile, (tile,))
     limit = shared_bytes_per_program(capability, is_hip)
     problem = Problem(pad_head_dim(head_dim), pad_head_dim(value_head_dim), itemsize, limit)
-    lists = _HALF if itemsize == 2 else _SINGLE
+    is_half, widest = itemsize == 2, max(problem.head_dim, problem.value_head_dim)
+    lists = _SINGLE if not is_half else _UP_TO_128 if widest <= 128 else _UP_TO_256
+
+    def legal(role: Role, candidates: tuple[TileConfig, ...]) -> tuple[TileConfig, ...]:
+        return tuple(c for c in candidates if c.refusal(role, problem) is None)
 
     def pick(role: Role) -> TileConfig:
-        return next((c for c in lists[role] if c.refusal(role, problem) is None), _LEAST)
+        return next(iter(legal(role, lists[role])), _LEAST)
 
-    partial = pick("broadcast_q_backward")
-    candidates = _HALF_FUSED if itemsize == 2 and max(problem.head_dim, problem.value_head_dim) <= 128 else (partial,)
-    fused = tuple(
-        c for c in candidates if c.block_kv == partial.block_kv and c.refusal("broadcast_q_backward", problem) is None
+    forward, partial = pick("forward"), pick("broadcast_q_backward")
+    wide = legal("forward", _BROADCAST_Q_WIDE) if is_half and widest <= 128 else ()
+    fused = legal("broadcast_q_backward", _FUSED if is_half and widest <= 128 else (partial,))
+    return TritonConfigs(
+        forward=forward,
+        backward_q=pick("backward_q"),
+        backward_kv=pick("backward_kv"),
+        broadcast_q_forward_wide=next(iter(wide), forward),
+        broadcast_q_partial=partial,
+        broadcast_q_fused=tuple(c for c in fused if c.block_kv == partial.block_kv),
     )
-    wide = _HALF_BROADCAST_Q_FORWARD if itemsize == 2 else ()
-    shared = tuple(c for c in wide if c.refusal("forward", problem) is None) or (pick("forward"),)
-    return TritonConfigs(pick("forward"), pick("backward_q"), pick("backward_kv"), shared, partial, fused)

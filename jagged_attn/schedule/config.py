@@ -61,10 +61,10 @@ class TileConfig:
         rows_q, rows_kv = self.block_q * width, self.block_kv * width
         scores = self.block_q * self.block_kv * problem.itemsize
         if role == "forward":
-            return self.block_q * problem.head_dim * problem.itemsize + self.num_stages * rows_kv + scores
-        if role == "backward_q" or role == "broadcast_q_backward":
-            return rows_q + self.num_stages * rows_kv + scores
-        return rows_kv + self.num_stages * rows_q + 2 * scores
+            return self.block_q * problem.head_dim * problem.itemsize + self.num_stages * rows_kv
+        if role == "backward_kv":
+            return rows_kv + self.num_stages * rows_q + 2 * scores
+        return rows_q + self.num_stages * rows_kv + 2 * scores
 
     def refusal(self, role: Role, problem: Problem) -> str | None:
         """Why this config does not run such a problem; ``None`` if it does."""

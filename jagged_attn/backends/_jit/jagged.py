@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Where the rows of a tile are: bounds of sequences, addresses, loads and stores that stay inside them.
 
 Addresses are 64-bit before any multiply: ``row * stride`` passes 2**31 although the tensor is small, when it is a

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Backward kernels of self and cross attention: two, each keeping one side, so that nothing is added atomically.
 
 ``backward_q`` keeps a tile of queries: delta and dQ. ``backward_kv``, after it, keeps a tile of keys: dK and dV.
@@ -29,19 +30,22 @@ def activated_scores(
 ):
     """The activated scores p from ``s = q k^T``; ``lse`` broadcasts against it.
 
-    p is masked, not s: a masked score may be too large for the exponential. SINGLE takes one more operation to keep
-    the rounding error that of the difference, which fp32 results would show.
+    For the softmax it is the exponent that is masked: one that does not belong here may be too large. SINGLE takes one
+    more operation to keep the rounding error that of the difference, which fp32 results would show.
     """
     if ACT == "softmax":
         if SINGLE:
-            p = tl.exp2((s * scale - lse) * LOG2E)
+            exponent = (s * scale - lse) * LOG2E
         else:
-            p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
+            exponent = s * (scale * LOG2E) - lse * LOG2E
+        if MASKED:
+            exponent = tl.where(allowed, exponent, float("-inf"))
+        return tl.exp2(exponent)
     else:
         p = activate(s * scale, ACT, FAST_TANH)
-    if MASKED:
-        p = tl.where(allowed, p, 0.0)
-    return p
+        if MASKED:
+            p = tl.where(allowed, p, 0.0)
+        return p
 
 
 @triton.jit

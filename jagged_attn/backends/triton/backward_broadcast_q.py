@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Backward kernels of broadcast-Q: the gradient of the shared queries is a sum over the batch, made in two stages.
 
 A program keeps one tile of the queries and dQ for it in registers, walks its share of the key tiles of all sequences,
@@ -8,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .._jit.jagged import count_tiles, load_tile, row_pointers, sequence_rows, store_tile, tile_offsets
-from .._jit.scores import activation_name, activation_of, key_range, num_activations, pairs_allowed
+from .._jit.scores import activation_name, activation_of, key_range, mask_kind, num_activations, pairs_allowed
 from .backward import activated_scores, score_gradient, stream_keys
 
 
@@ -33,25 +34,27 @@ def _stream_keys_and_values(
     dv_offsets = tile_offsets(dv_stride, BLOCK_KV, BLOCK_DV, WIDE)
     dk += tl.cast(begin, tl.int64) * dk_stride
     dv += tl.cast(begin, tl.int64) * dv_stride
-    for first in range(begin, end, BLOCK_KV):
-        j = first + tl.arange(0, BLOCK_KV)
-        k_tile = load_tile(k + k_offsets, j < limit, D, BLOCK_D, True)
-        v_tile = load_tile(v + v_offsets, j < limit, DV, BLOCK_DV, True)
-        s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
-        allowed = pairs_allowed(j[None, :], key_lo[:, None], key_hi[:, None], limit, MASK)
-        p = activated_scores(s, row_lse[:, None], allowed, scale, ACT, FAST_TANH, q.dtype == tl.float32, True)
-        ds = score_gradient(s, p, dp, row_delta[:, None], allowed, scale, out_scale, ACT, FAST_TANH, True)
-        ds = ds.to(k_tile.dtype)
-        dv_tile = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
-        store_tile(dv + dv_offsets, dv_tile * out_scale, j < len_kv, DV, BLOCK_DV)
-        dk_tile = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
-        store_tile(dk + dk_offsets, dk_tile * scale, j < len_kv, D, BLOCK_D)
-        dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION)
-        k += k_step
-        v += v_step
-        dk += tl.cast(dk_stride, tl.int64) * BLOCK_KV
-        dv += tl.cast(dv_stride, tl.int64) * BLOCK_KV
+    # See backward._stream_queries for the branch.
+    if begin < end:
+        for first in range(begin, end, BLOCK_KV):
+            j = first + tl.arange(0, BLOCK_KV)
+            k_tile = load_tile(k + k_offsets, j < limit, D, BLOCK_D, True)
+            v_tile = load_tile(v + v_offsets, j < limit, DV, BLOCK_DV, True)
+            s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+            dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
+            allowed = pairs_allowed(j[None, :], key_lo[:, None], key_hi[:, None], limit, MASK)
+            p = activated_scores(s, row_lse[:, None], allowed, scale, ACT, FAST_TANH, q.dtype == tl.float32, True)
+            ds = score_gradient(s, p, dp, row_delta[:, None], allowed, scale, out_scale, ACT, FAST_TANH, True)
+            ds = ds.to(k_tile.dtype)
+            dv_tile = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
+            store_tile(dv + dv_offsets, dv_tile * out_scale, j < len_kv, DV, BLOCK_DV)
+            dk_tile = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+            store_tile(dk + dk_offsets, dk_tile * scale, j < len_kv, D, BLOCK_D)
+            dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION)
+            k += k_step
+            v += v_step
+            dk += tl.cast(dk_stride, tl.int64) * BLOCK_KV
+            dv += tl.cast(dv_stride, tl.int64) * BLOCK_KV
     return dq
 
 
@@ -103,9 +106,18 @@ def _walk(
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE,
             )  # fmt: skip
         else:
+            last = tl.minimum(stop, limit)
+            main_end = first_row
+            if mask_kind(MASK) == "full":
+                main_end = tl.maximum(last // BLOCK_KV * BLOCK_KV, first_row)
+                dq = stream_keys(
+                    dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row, k_row, v_row,
+                    first_row, main_end, key_lo, key_hi, limit, scale, out_scale,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, False,
+                )  # fmt: skip
             dq = stream_keys(
                 dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row, k_row, v_row,
-                first_row, tl.minimum(stop, limit), key_lo, key_hi, limit, scale, out_scale,
+                main_end, last, key_lo, key_hi, limit, scale, out_scale,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, True,
             )  # fmt: skip
         tile += tiles

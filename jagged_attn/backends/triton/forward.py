@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """Forward kernels: a program keeps one tile of queries and streams the keys and values that the tile sees past it."""
 
 import triton
@@ -117,16 +118,15 @@ def _attend(
 
 @triton.jit
 def _forward_tile(
-    q, k, v, out, lse, q_stride, k_stride, v_stride, head, first_row, len_q, len_kv, scale, out_scale,
+    q_tile, k, v, out, lse, k_stride, v_stride, head, first_row, len_q, len_kv, scale, out_scale,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr, ACTS: tl.constexpr,
     FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store one tile; every pointer is at its sequence's first row and at the program's head."""
+    """Compute and store one tile; pointers are at the first row of the sequence and at the program's head."""
     i = first_row + tl.arange(0, BLOCK_Q)
     row_ok = i < len_q
     first = first_row.to(tl.int64)
-    q_tile = load_tile(row_pointers(q, first, q_stride, BLOCK_Q, BLOCK_D), row_ok, D, BLOCK_D, True)
     # The running maximum is taken before the scale, which must not turn it round.
     q_tile = (q_tile * tl.where(scale < 0.0, -1.0, 1.0)).to(q_tile.dtype)
     scale = tl.abs(scale)
@@ -171,10 +171,12 @@ def forward(
         start_q, len_q = sequence_rows(offsets_q, b, num_sequences, total_q)
         start_kv, len_kv = partner_rows(offsets_kv, b, num_sequences, total_kv)
         head64, kv_head = head.to(tl.int64), (head // GROUP).to(tl.int64)
+        q_pointers = row_pointers(q + head64 * q_head, start_q + first_row, q_row, BLOCK_Q, BLOCK_D)
+        q_tile = load_tile(q_pointers, first_row + tl.arange(0, BLOCK_Q) < len_q, D, BLOCK_D, True)
         _forward_tile(
-            q + start_q * q_row + head64 * q_head, k + start_kv * k_row + kv_head * k_head,
+            q_tile, k + start_kv * k_row + kv_head * k_head,
             v + start_kv * v_row + kv_head * v_head, out + (start_q * H + head64) * DV, lse + start_q * H + head64,
-            q_row, k_row, v_row, head, first_row, len_q, len_kv, scale, out_scale,
+            k_row, v_row, head, first_row, len_q, len_kv, scale, out_scale,
             H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, ACTS, FAST_TANH, PRECISION, WIDE,
         )  # fmt: skip
 
@@ -211,17 +213,20 @@ def broadcast_q_forward(
     num_tiles = tl.cdiv(num_queries, BLOCK_Q)
     first_row = program // H % num_tiles * BLOCK_Q
     n = program // H // num_tiles
-    b = tl.load(table + 2 * n)
     head64, kv_head = head.to(tl.int64), (head // GROUP).to(tl.int64)
+    # Before the table: the queries do not depend on it, so both are on their way at once.
+    q_pointers = row_pointers(q + head64 * q_head, first_row, q_row, BLOCK_Q, BLOCK_D)
+    q_tile = load_tile(q_pointers, first_row + tl.arange(0, BLOCK_Q) < num_queries, D, BLOCK_D, True)
+    b = tl.load(table + 2 * n)
     out += head64 * DV
     lse += head64
     if (b >= 0) & (b < num_sequences) & (tl.load(table + 2 * n + 1) == 0):
         start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
         start_out = b.to(tl.int64) * num_queries * H
         _forward_tile(
-            q + head64 * q_head, k + start_kv * k_row + kv_head * k_head, v + start_kv * v_row + kv_head * v_head,
+            q_tile, k + start_kv * k_row + kv_head * k_head, v + start_kv * v_row + kv_head * v_head,
             out + start_out * DV, lse + start_out,
-            q_row, k_row, v_row, head, first_row, num_queries, len_kv, scale, out_scale,
+            k_row, v_row, head, first_row, num_queries, len_kv, scale, out_scale,
             H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, ACTS, FAST_TANH, PRECISION, WIDE,
         )  # fmt: skip
     if n < num_sequences:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...schedule.arch import num_processors
-from ...schedule.choose import pad_head_dim
+from ...schedule.choose import is_wide, pad_head_dim
 from ...schedule.config import TileConfig
 from ...spec import AttentionSpec
 from .._jit.interpreter import repair_dot
@@ -21,28 +21,32 @@ from .backward_broadcast_q import broadcast_q_backward as broadcast_q_backward_k
 from .backward_broadcast_q import reduce_parts
 from .forward import broadcast_q_forward as broadcast_q_forward_kernel
 from .forward import forward as forward_kernel
+from .prepared import PreparedKernel
 
 # Programs for each multiprocessor: enough that the slowest does not keep the others waiting, few enough that the
 # workspace stays small.
 _PARTS_PER_PROCESSOR = 4
+_REDUCE_BLOCK = 64
 # Tiles have at most 256 rows: offsets within one fit into 31 bits below this row stride.
 _WIDE_STRIDE = 2**23
-_REDUCE = {"PARTS": 32, "BLOCK": 64, "num_warps": 4}
 
 if capability.is_interpreted():
     repair_dot()
 
+_reduce = PreparedKernel(reduce_parts, {"PARTS": 32, "BLOCK": _REDUCE_BLOCK}, {"num_warps": 4})
+
 
 @dataclass(frozen=True)
 class _Plan:
-    """What the static facts of a call decide: the constants of each kernel as its launch takes them."""
+    """What the static facts of a call decide: its kernels, each with its constants."""
 
-    forward: dict[str, Any]
-    backward_q: dict[str, Any]
-    backward_kv: dict[str, Any]
-    broadcast_q_forward: tuple[dict[str, Any], ...]
-    broadcast_q_partial: dict[str, Any]
-    broadcast_q_fused: tuple[dict[str, Any], ...]
+    forward: PreparedKernel
+    backward_q: PreparedKernel
+    backward_kv: PreparedKernel
+    broadcast_q_forward: PreparedKernel
+    broadcast_q_forward_wide: PreparedKernel
+    broadcast_q_partial: PreparedKernel
+    broadcast_q_fused: tuple[PreparedKernel, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -63,27 +67,30 @@ def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool, wide: boo
         "FAST_TANH": arch.device_type == "cuda" and not arch.is_hip and not capability.is_interpreted(),
         "PRECISION": "tf32" if allow_tf32 else "ieee",
         "WIDE": wide,
+        "BROADCAST_Q": spec.kind == "broadcast_q",
     }
 
-    def constants(tile: TileConfig, **more: Any) -> dict[str, Any]:
-        sizes = {
-            "BLOCK_Q": tile.block_q,
-            "BLOCK_KV": tile.block_kv,
-            "num_warps": tile.num_warps,
-            "num_stages": tile.num_stages,
-        }
-        return {**common, **sizes, **more}
+    def prepare(kernel: Any, tile: TileConfig, **more: bool) -> PreparedKernel:
+        constants = {**common, "BLOCK_Q": tile.block_q, "BLOCK_KV": tile.block_kv, **more}
+        return PreparedKernel(kernel, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
     configs = capability.configs(spec, arch)
+    # Heads that share a key head would have to add up their dK and dV: they take two kernels.
+    fused = configs.broadcast_q_fused if spec.group_size == 1 else ()
     return _Plan(
-        forward=constants(configs.forward),
-        backward_q=constants(configs.backward_q),
-        backward_kv=constants(configs.backward_kv, BROADCAST_Q=spec.kind == "broadcast_q"),
-        broadcast_q_forward=tuple(constants(c) for c in configs.broadcast_q_forward),
-        broadcast_q_partial=constants(configs.broadcast_q_partial, KEYS=False),
-        # Heads that share a key head would have to add up their dK and dV: they take two kernels.
-        broadcast_q_fused=tuple(constants(c, KEYS=True) for c in configs.broadcast_q_fused if spec.group_size == 1),
+        forward=prepare(forward_kernel, configs.forward),
+        backward_q=prepare(backward_q_kernel, configs.backward_q),
+        backward_kv=prepare(backward_kv_kernel, configs.backward_kv),
+        broadcast_q_forward=prepare(broadcast_q_forward_kernel, configs.forward),
+        broadcast_q_forward_wide=prepare(broadcast_q_forward_kernel, configs.broadcast_q_forward_wide),
+        broadcast_q_partial=prepare(broadcast_q_backward_kernel, configs.broadcast_q_partial, KEYS=False),
+        broadcast_q_fused=tuple(prepare(broadcast_q_backward_kernel, c, KEYS=True) for c in fused),
     )
+
+
+def _plan_of(spec: AttentionSpec, device: torch.device, strides: tuple[int, ...]) -> _Plan:
+    allow_tf32 = spec.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return _plan(spec, device, allow_tf32, max(strides) >= _WIDE_STRIDE)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -93,14 +100,9 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _holding(num_queries: int, candidates: tuple[dict[str, Any], ...]) -> dict[str, Any] | None:
-    """The first of these constants whose tile holds all shared queries."""
-    return next((c for c in candidates if c["BLOCK_Q"] >= num_queries), None)
-
-
-def _strides(*tensors: Tensor) -> list[int]:
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
     """Row and head strides of each, the two dimensions before the last."""
-    return [stride for x in tensors for stride in x.stride()[-3:-1]]
+    return tuple([stride for x in tensors for stride in x.stride()[-3:-1]])
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
@@ -111,26 +113,43 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """See ``Launch.forward``."""
     strides = _strides(q, k, v)
-    plan = _plan(spec, q.device, torch.backends.cuda.matmul.allow_tf32, max(strides) >= _WIDE_STRIDE)
+    plan = _plan_of(spec, q.device, strides)
     out, lse = new_outputs(q, v, geometry, spec.has_softmax)
     table, offsets_kv = geometry.tables[0], geometry.offsets_kv.contiguous()
+    sizes = (geometry.num_sequences, q.shape[0], k.shape[0])
+    others = (*strides, spec.scale, spec.out_scale)
     programs = table.shape[0] * spec.num_heads
     with _on(q.device):
         if geometry.offsets_q is not None:
-            forward_kernel[(programs,)](
-                q, k, v, out, lse, table, geometry.offsets_q.contiguous(), offsets_kv,
-                geometry.num_sequences, q.shape[0], k.shape[0], *strides, spec.scale, spec.out_scale,
-                **plan.forward,
-            )  # fmt: skip
+            tensors = (q, k, v, out, lse, table, geometry.offsets_q.contiguous(), offsets_kv)
+            plan.forward.launch(programs, tensors, sizes, others)
         elif out.numel():
-            constants = _holding(q.shape[0], plan.broadcast_q_forward) or plan.broadcast_q_forward[-1]
-            query_tiles = -(-q.shape[0] // constants["BLOCK_Q"])
-            broadcast_q_forward_kernel[(programs * query_tiles,)](
-                q, k, v, out, lse, table, offsets_kv,
-                geometry.num_sequences, q.shape[0], k.shape[0], *strides, spec.scale, spec.out_scale,
-                **constants,
-            )  # fmt: skip
+            wide = is_wide(q.shape[0], geometry.num_sequences, k.shape[0])
+            kernel = plan.broadcast_q_forward_wide if wide else plan.broadcast_q_forward
+            query_tiles = -(-q.shape[0] // kernel.constants["BLOCK_Q"])
+            kernel.launch(programs * query_tiles, (q, k, v, out, lse, table, offsets_kv), sizes, others)
     return out, lse
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """The tensors of one backward call, ``dout`` with contiguous rows and the offsets contiguous."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    delta: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    offsets_q: Tensor | None
+    offsets_kv: Tensor
+    tables: tuple[Tensor, ...]
+    num_sequences: int
+    strides: tuple[int, ...]
 
 
 def backward(
@@ -139,63 +158,56 @@ def backward(
     """See ``Launch.backward``."""
     grads = new_gradients(q, k, v)
     dout = _contiguous_rows(dout)
-    strides = _strides(dout, q, k, v, grads[0], grads[1], grads[2])
-    plan = _plan(spec, q.device, torch.backends.cuda.matmul.allow_tf32, max(strides) >= _WIDE_STRIDE)
-    delta = torch.empty_like(lse)
+    offsets_q = geometry.offsets_q if geometry.offsets_q is None else geometry.offsets_q.contiguous()
+    call = _Backward(
+        dout, q, k, v, out, lse, torch.empty_like(lse), *grads,
+        offsets_q, geometry.offsets_kv.contiguous(), geometry.tables, geometry.num_sequences, _strides(dout, q, k, v),
+    )  # fmt: skip
+    plan = _plan_of(spec, q.device, call.strides + _strides(*grads))
     with _on(q.device):
-        if geometry.offsets_q is None:
-            _backward_broadcast_q(dout, q, k, v, out, lse, delta, grads, geometry, spec, plan)
+        if offsets_q is None:
+            _backward_broadcast_q(call, spec, plan)
         else:
-            _backward_queries(dout, q, k, v, out, lse, delta, grads, geometry, spec, plan)
-            _backward_keys(dout, q, k, v, lse, delta, grads, geometry, spec, plan)
+            _backward_queries(call, offsets_q, spec, plan)
+            _backward_keys(call, offsets_q, 0, spec, plan)
     return grads
 
 
-def _backward_queries(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor], geometry: Geometry, spec: AttentionSpec, plan: _Plan,
-) -> None:  # fmt: skip
-    table, offsets_q = geometry.tables[1], geometry.offsets_q
-    assert offsets_q is not None  # for the type checker: the caller has looked
-    backward_q_kernel[(table.shape[0] * spec.num_heads,)](
-        dout, q, k, v, out, lse, delta, grads[0], table, offsets_q.contiguous(), geometry.offsets_kv.contiguous(),
-        geometry.num_sequences, q.shape[0], k.shape[0], *_strides(dout, q, k, v), spec.scale, spec.out_scale,
-        **plan.backward_q,
-    )  # fmt: skip
+def _backward_queries(call: _Backward, offsets_q: Tensor, spec: AttentionSpec, plan: _Plan) -> None:
+    table = call.tables[1]
+    plan.backward_q.launch(
+        table.shape[0] * spec.num_heads,
+        (call.dout, call.q, call.k, call.v, call.out, call.lse, call.delta, call.dq, table, offsets_q, call.offsets_kv),
+        (call.num_sequences, call.q.shape[0], call.k.shape[0]),
+        (*call.strides, spec.scale, spec.out_scale),
+    )
 
 
-def _backward_keys(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor], geometry: Geometry, spec: AttentionSpec, plan: _Plan,
-) -> None:  # fmt: skip
-    table = geometry.tables[2]
-    is_broadcast = geometry.offsets_q is None
-    offsets_q = geometry.offsets_kv if geometry.offsets_q is None else geometry.offsets_q
-    backward_kv_kernel[(table.shape[0] * spec.num_kv_heads,)](
-        dout, q, k, v, lse, delta, grads[1], grads[2], table, offsets_q.contiguous(), geometry.offsets_kv.contiguous(),
-        geometry.num_sequences, q.shape[0], k.shape[0], dout.stride(0) if is_broadcast else 0,
-        *_strides(dout, q, k, v), spec.scale, spec.out_scale,
-        **plan.backward_kv,
-    )  # fmt: skip
+def _backward_keys(call: _Backward, offsets_q: Tensor, dout_batch: int, spec: AttentionSpec, plan: _Plan) -> None:
+    table = call.tables[2]
+    plan.backward_kv.launch(
+        table.shape[0] * spec.num_kv_heads,
+        (call.dout, call.q, call.k, call.v, call.lse, call.delta, call.dk, call.dv, table, offsets_q, call.offsets_kv),
+        (call.num_sequences, call.q.shape[0], call.k.shape[0]),
+        (dout_batch, *call.strides, spec.scale, spec.out_scale),
+    )
 
 
-def _backward_broadcast_q(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, delta: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor], geometry: Geometry, spec: AttentionSpec, plan: _Plan,
-) -> None:  # fmt: skip
-    num_queries, table = q.shape[0], geometry.tables[1]
-    fused = _holding(num_queries, plan.broadcast_q_fused)
-    constants = fused or plan.broadcast_q_partial
-    programs = spec.num_heads * max(-(-num_queries // constants["BLOCK_Q"]), 1)
+def _backward_broadcast_q(call: _Backward, spec: AttentionSpec, plan: _Plan) -> None:
+    q, table, num_queries = call.q, call.tables[1], call.q.shape[0]
+    fused = next((c for c in plan.broadcast_q_fused if c.constants["BLOCK_Q"] >= num_queries), None)
+    kernel = fused or plan.broadcast_q_partial
+    programs = spec.num_heads * max(-(-num_queries // kernel.constants["BLOCK_Q"]), 1)
     num_parts = max(num_processors(q.device) * _PARTS_PER_PROCESSOR // programs, 1)
     parts = q.new_empty((num_parts, *q.shape), dtype=torch.float32)
-    broadcast_q_backward_kernel[(programs * num_parts,)](
-        dout, q, k, v, out, lse, delta, parts, grads[1], grads[2], table, geometry.offsets_kv.contiguous(),
-        geometry.num_sequences, num_queries, k.shape[0], table.shape[0], num_parts,
-        dout.stride(0), *_strides(dout, q, k, v), spec.scale, spec.out_scale,
-        **constants,
-    )  # fmt: skip
+    kernel.launch(
+        programs * num_parts,
+        (call.dout, q, call.k, call.v, call.out, call.lse, call.delta, parts, call.dk, call.dv, table, call.offsets_kv),
+        (call.num_sequences, num_queries, call.k.shape[0], table.shape[0], num_parts),
+        (call.dout.stride(0), *call.strides, spec.scale, spec.out_scale),
+    )
     if fused is None:
-        _backward_keys(dout, q, k, v, lse, delta, grads, geometry, spec, plan)
+        # The kernel does not read offsets of the shared queries; any pointer will do.
+        _backward_keys(call, call.offsets_kv, call.dout.stride(0), spec, plan)
     if q.numel():
-        reduce_parts[(-(-q.numel() // _REDUCE["BLOCK"]),)](parts, grads[0], num_parts, q.numel(), **_REDUCE)
+        _reduce.launch(-(-q.numel() // _REDUCE_BLOCK), (parts, call.dq), (num_parts, q.numel()), ())
