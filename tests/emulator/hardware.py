@@ -64,7 +64,7 @@ def _case(name: str, device: str, large: bool) -> Any:
 
 
 def _mutant(name: str, mutant: str) -> Any:
-    from jagged_attn.testing.emulator.mutants import standard_mutants
+    from jagged_attn.testing.emulator.faults import standard_mutants
 
     (found,) = [m for m in standard_mutants(_case(name, "cpu", False).kernel) if m.name == mutant]
     return found

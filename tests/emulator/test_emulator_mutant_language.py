@@ -9,17 +9,16 @@ from tlx_kernels.pair_matmul import pair_matmul
 from tlx_kernels.problems import matmul_problem, pair_problem
 
 from jagged_attn.testing.emulator import Schedule, Verdict, hunt
+from jagged_attn.testing.emulator.faults import EXPECTED, functions, standard_mutants
 from jagged_attn.testing.emulator.mutants import (
     Mutant,
     Site,
     argument,
     double,
     drop,
-    functions,
     hoist,
     retarget,
     sink,
-    standard_mutants,
     without,
     without_barrier,
 )
@@ -129,7 +128,7 @@ def test_faults_between_the_ctas_of_a_pair(site, operator, expected):
 
 def test_swapped_barriers():
     site = Site("_mma", "barrier_arrive", "empty", 1)
-    mutant = Mutant("wrong barrier", site, retarget("full"), frozenset({Verdict.OVERFLOW, Verdict.DEADLOCK}))
+    mutant = Mutant("wrong barrier", site, retarget("full"), EXPECTED["wrong barrier"])
     assert hunt(matmul_problem(), mutant).caught
 
 

@@ -4,7 +4,7 @@ import pytest
 from test_emulator_kernels import SMALL
 
 from jagged_attn.testing.emulator import hunt
-from jagged_attn.testing.emulator.mutants import standard_mutants
+from jagged_attn.testing.emulator.faults import standard_mutants
 
 # Mutants that change nothing, with the reason.
 EQUIVALENT = {
@@ -41,13 +41,8 @@ def test_mutant_is_found(name, mutant):
 
 @pytest.mark.slow
 def test_full_sweep_over_all_seeds():
-    """How often each mutant is found: printed with -s. None may depend on one lucky seed of the eight alone."""
-    rare = []
+    """On how many of the eight seeds anything at all reports each mutant; printed with -s."""
     for name, mutant in MUTANTS:
-        if (name, mutant.name) in EQUIVALENT:
-            continue
         found = sum(hunt(SMALL[name](), mutant, seeds=[seed]).reported for seed in range(8))
         print(f"{found}/8 {name}: {mutant.name}")
-        if found < 2:
-            rare.append((name, mutant.name, found))
-    assert not rare
+        assert bool(found) != ((name, mutant.name) in EQUIVALENT)

@@ -75,12 +75,19 @@ def test_overflow_can_be_an_error():
         emulate(small.arithmetic, (1,), {"a": a, "b": b, "out": out}, Launch(checks=Checks(overflow=True)))
 
 
-def test_the_tma_clips_at_the_end_of_the_map():
+@pytest.mark.parametrize("kernel", [small.device_descriptor, small.descriptor_slots])
+def test_the_tma_clips_at_the_end_of_the_map(kernel):
     x, y = torch.randn(32, 32), torch.empty(16, 32)
-    emulate(small.device_descriptor, (1,), {"x": x, "y": y, "n": 13}, Launch(outputs=("y",)))
+    extra = {"FAULT": ""} if kernel is small.descriptor_slots else {}
+    emulate(kernel, (1,), {"x": x, "y": y, "n": 13, **extra}, Launch(outputs=("y",)))
     want = torch.zeros(16, 32)
     want[:5] = x[8:13]
     torch.testing.assert_close(y, want)
+
+
+def test_a_descriptor_is_made_before_it_is_used():
+    with pytest.raises(Exception, match="UNWRITTEN: a tensor descriptor is used before it is made"):
+        emulate(small.descriptor_slots, (1,), {"x": torch.zeros(9), "y": torch.zeros(9), "n": 1, "FAULT": "not made"})
 
 
 def test_a_map_larger_than_its_tensor_is_reported():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import triton.language as tl
 from .errors import EmulatorError, Verdict
 from .machine import machine
 from .memory import SMEM, TMEM, AliasSpec, Buffer
-from .numerics import np_dtype, raw_data, tensor, unwrap
+from .numerics import np_dtype, tensor, unwrap
 from .parameters import TENSOR_LANES
 
 # What unwritten memory holds; arithmetic with a number leaves this NaN as it is.
@@ -190,13 +189,3 @@ def dtype_of(v: Any) -> tl.dtype:
 def size_of(dtype: Any) -> int:
     """Bytes of an element type."""
     return int(unwrap(dtype).primitive_bitwidth) // 8
-
-
-def values(x: tl.tensor) -> np.ndarray:
-    """The numbers of a register tensor."""
-    return raw_data(x)
-
-
-def indices(offsets: Sequence[Any]) -> list[int]:
-    """Coordinates as Python integers."""
-    return [int(unwrap(o)) for o in offsets]

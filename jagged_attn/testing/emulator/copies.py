@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .barrier_ops import by_rank, in_cta
 from .barriers import Mbarrier
+from .descriptors import Descriptor, DescriptorSlots
 from .errors import Verdict
-from .global_memory import Descriptor
 from .machine import Op, machine
 from .memory import Buffer
 from .numerics import is_true, np_dtype, unwrap
@@ -130,6 +130,36 @@ def async_descriptor_store_wait(pendings: Any) -> None:
     for op in finished:
         task.clock.ops |= 1 << op.number
     task.stores = task.stores[len(finished) :]
+
+
+def allocate_tensor_descriptor(num: Any) -> DescriptorSlots:
+    """Room for descriptors made in the kernel."""
+    return DescriptorSlots([None] * int(unwrap(num)))
+
+
+def make_tensor_descriptor(
+    desc_ptr: DescriptorSlots | None,
+    base: tl.tensor,
+    shape: Sequence[Any],
+    strides: Sequence[Any],
+    block_shape: Sequence[Any],
+    padding_option: str = "zero",
+) -> Descriptor:
+    """Make a descriptor in the kernel."""
+    sizes, steps, block = ([int(unwrap(v)) for v in part] for part in (shape, strides, block_shape))
+    address = int(base.handle.data.reshape(-1)[0])
+    made: Descriptor = machine().memory.descriptor(address, sizes, steps, block, base.dtype.element_ty)
+    if desc_ptr is not None:
+        desc_ptr.put(made)
+    return made
+
+
+def reinterpret_tensor_descriptor(desc_ptr: DescriptorSlots, block_shape: Sequence[Any], dtype: Any) -> Descriptor:
+    """The descriptor made in a slot."""
+    made = desc_ptr.get()
+    if made.block_shape != [int(unwrap(n)) for n in block_shape] or made.dtype != unwrap(dtype):
+        raise machine().fail(Verdict.SHAPE, f"a descriptor of {made.block_shape} is taken for {list(block_shape)}")
+    return made
 
 
 def async_descriptor_prefetch_tensor(

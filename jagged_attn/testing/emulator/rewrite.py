@@ -49,7 +49,7 @@ class Runtime:
         return interpreter.interpreter_semantic.to_tensor(value, False)
 
 
-def _call_name(node: ast.AST) -> str:
+def call_name(node: ast.AST) -> str:
     """The last part of the name a call goes to."""
     if not isinstance(node, ast.Call):
         return ""
@@ -57,7 +57,7 @@ def _call_name(node: ast.AST) -> str:
 
 
 def _is_with(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.With) and _call_name(node.items[0].context_expr) == name
+    return isinstance(node, ast.With) and call_name(node.items[0].context_expr) == name
 
 
 def _role(block: ast.With, number: int) -> str:
@@ -92,7 +92,7 @@ class _Rewriter(ast.NodeTransformer):
         """Make scalars of numbers, and tell allocations their names."""
         self.generic_visit(node)
         target = node.targets[0]
-        if isinstance(target, ast.Name) and isinstance(node.value, ast.Call) and _call_name(node.value) in _NAMED:
+        if isinstance(target, ast.Name) and isinstance(node.value, ast.Call) and call_name(node.value) in _NAMED:
             node.value.keywords.append(ast.keyword("_name", ast.Constant(target.id)))
         node.value = ast.Call(_expression("__emu__.assign"), [node.value], [])
         return node
@@ -105,7 +105,7 @@ class _Rewriter(ast.NodeTransformer):
     def visit_For(self, node: ast.For) -> ast.AST:
         """Give dynamic loops Triton integers."""
         self.generic_visit(node)
-        if _call_name(node.iter) == "range":
+        if call_name(node.iter) == "range":
             node.iter = ast.Call(_expression("__emu__.loop"), [node.iter], [])
         return node
 

@@ -15,7 +15,6 @@ from typing import Any
 import greenlet
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -326,48 +325,3 @@ def _patched(builder: Builder) -> Iterator[None]:
     finally:
         scope.restore()
         module.interpreter_builder, module.interpreter_semantic = saved
-
-
-_LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "ctas_per_cga", "cluster_dims", "launch_cluster"}
-
-
-@contextmanager
-def emulated_launches(launch: Launch = Launch()) -> Iterator[list[Report]]:  # noqa: B008 - frozen
-    """Send every ``kernel[grid](...)`` in the block to the emulator; yield the list of their reports.
-
-    Launch options of the call that matter (``num_warps``, ``ctas_per_cga``) override those of ``launch``;
-    ``outputs`` and ``scratch`` apply to the kernels that have such arguments.
-    """
-    reports: list[Report] = []
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {k: kwargs.pop(k) for k in list(kwargs) if k in _LAUNCH_OPTIONS and k not in self.arg_names}
-        bound = inspect.signature(self.fn).bind(*args, **kwargs)
-        bound.apply_defaults()
-        where = grid(bound.arguments) if callable(grid) else grid
-        reports.append(emulate(self, where, bound.arguments, _adapt(launch, options, self.arg_names)))
-
-    original = interpreter.InterpretedFunction.run
-    module: Any = interpreter.InterpretedFunction
-    module.run = run
-    try:
-        yield reports
-    finally:
-        module.run = original
-
-
-def _adapt(launch: Launch, options: dict[str, Any], names: Sequence[str]) -> Launch:
-    values = dict(vars(launch))
-    values["outputs"] = [n for n in launch.outputs if n in names]
-    values["scratch"] = [n for n in launch.scratch if n in names]
-    values["num_warps"] = options.get("num_warps", launch.num_warps)
-    dims = options.get("ctas_per_cga") or options.get("cluster_dims")
-    if dims:
-        values["cluster"] = int(np.prod(dims))
-    return Launch(**values)
-
-
-def require_interpreter() -> None:
-    """Raise unless this process decorates kernels for the interpreter."""
-    if not triton.knobs.runtime.interpret:
-        raise RuntimeError("the emulator needs TRITON_INTERPRET=1 in the environment before Triton is imported.")

@@ -482,3 +482,19 @@ def queue_order(desc_a, desc_b, y):
     tlx.barrier_wait(done[0], 0)
     cells = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
     tl.store(y + cells, tlx.local_load(s[0]))
+
+
+@triton.jit
+def descriptor_slots(x, y, n, FAULT: tl.constexpr):
+    """The second of two descriptors kept in global scratch."""
+    slots = tlx.allocate_tensor_descriptor(num=2)
+    if FAULT != "not made":
+        tlx.make_tensor_descriptor(slots[1], x, [n, 32], [32, tl.constexpr(1)], [16, 32])
+    desc = tlx.reinterpret_tensor_descriptor(slots[1], [16, 32], tl.float32)
+    tile = tlx.local_alloc((16, 32), tl.float32, 1)
+    full = tlx.alloc_barriers(1)
+    tlx.barrier_expect_bytes(full[0], 16 * 32 * 4)
+    tlx.async_descriptor_load(desc, tile[0], [8, 0], full[0])
+    tlx.barrier_wait(full[0], 0)
+    cells = tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(y + cells, tlx.local_load(tile[0]))
