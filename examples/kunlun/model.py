@@ -89,6 +89,8 @@ class KunlunRanker(nn.Module):
             ]
         )
         self.dense = mlp(NUM_DENSE, config.hidden, dim)
+        self.token_norm = nn.LayerNorm(dim)
+        self.event_norm = nn.ModuleDict({name: nn.LayerNorm(dim) for name in EVENT_TYPES})
         self.dropout = nn.Dropout(config.dropout)
         sizes = InteractionConfig(config.num_summary_tokens, num_experts=1, rank=8, hidden=config.hidden)
         self.stack = Kunlun(num_tokens, dim, dict(config.towers), sizes, backend=backend)
@@ -101,11 +103,11 @@ class KunlunRanker(nn.Module):
         for name in EVENT_TYPES:
             item = embedded[f"{name}_item"]
             summed = item.values() + embedded[f"{name}_age"].values() + embedded[f"{name}_gap"].values()
-            events[name] = with_values(item, self.dropout(summed))
+            events[name] = with_values(item, self.dropout(self.event_norm[name](summed)))
         sparse = self.sparse(batch.sparse)
         candidate = embedded["candidate_item"].values()
         tokens = torch.stack([self.dense(batch.dense), candidate, *(sparse[key] for key in _SPARSE)], dim=1)
-        return self.head(self.stack(self.dropout(tokens), events, batch.timestamps)).squeeze(1)
+        return self.head(self.stack(self.dropout(self.token_norm(tokens)), events, batch.timestamps)).squeeze(1)
 
 
 class RankingBaseline(nn.Module):

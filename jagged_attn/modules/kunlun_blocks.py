@@ -10,6 +10,7 @@ from ..jagged_tensor import Jagged, with_values
 from .gdpa import PersonalizedFeedForward
 from .kunlun_config import EventTowerConfig, InteractionConfig, SubBlocks
 from .options import check_sizes
+from .projections import Projection
 from .rotary import TemporalSelfAttention
 from .rows import rows_of
 from .seed_pooling import HierarchicalSeedPooling, reset_modules
@@ -105,7 +106,7 @@ class KunlunInteractionBlock(nn.Module):
         )
         self.pools = nn.ModuleDict({name: _pool(towers[name], backend, made) for name in towers if pools[name]})
         self.projections = nn.ModuleDict(
-            {name: nn.Linear(tower.embed_dim, embed_dim, **made) for name, tower in towers.items()}
+            {name: Projection(tower.embed_dim, [embed_dim], **made) for name, tower in towers.items()}
         )
         num_joined = config.num_summary_tokens + sum(tower.num_tokens for tower in towers.values())
         self.interaction = WukongExperts(

@@ -6,14 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from .options import check_sizes
+from .projections import Projection
 from .seed_pooling import reset_modules
 
 Partition = Literal["strided", "contiguous"]
 
 
 def mlp(width: int, hidden: int, width_out: int, **made: Any) -> nn.Sequential:
-    """``Linear → GELU → Linear``, what the blocks of this library mean by an MLP; its one hidden layer is ours."""
-    return nn.Sequential(nn.Linear(width, hidden, **made), nn.GELU(), nn.Linear(hidden, width_out, **made))
+    """``Linear → GELU → Linear``, what these blocks mean by an MLP; its one hidden layer is ours.
+
+    Both start ``xavier_uniform`` with biases 0: under the defaults of ``nn.Linear`` a stack of them loses its input
+    among its biases.
+    """
+    return nn.Sequential(Projection(width, [hidden], **made), nn.GELU(), Projection(hidden, [width_out], **made))
 
 
 class TokenLinear(nn.Module):

@@ -103,11 +103,13 @@ def test_true_probabilities_score_best(log):
 @pytest.mark.parametrize("model", ["kunlun", "ranking"])
 def test_training_learns_and_repeats_bit_for_bit(log, model):
     config = TrainConfig(model=model, seed=1, epochs=2, batch_size=64, learning_rate=3e-3)
-    runs = [Trainer(log, config, torch.device("cpu")) for _ in range(2)]
-    for trainer in runs:
+    epochs = []
+    for _ in range(2):
+        trainer = Trainer(log, config, torch.device("cpu"))
         trainer.run()
-    assert runs[0].epochs == runs[1].epochs
-    assert runs[0].epochs[-1]["train_loss"] < runs[0].epochs[0]["train_loss"]
+        epochs.append(trainer.epochs)
+    assert epochs[0] == epochs[1]
+    assert epochs[0][-1]["train_loss"] < epochs[0][0]["train_loss"]
 
 
 def test_tiny_command_writes_metrics_and_a_picture(tmp_path, capsys):
