@@ -118,7 +118,8 @@ class _Rewriter(ast.NodeTransformer):
         body = [new for old in node.body for new in self._task(old)]
         for new in (start, end):
             for part in ast.walk(new):
-                ast.copy_location(part, node)
+                # One line only: Python names a call's last line.
+                ast.copy_location(part, node.items[0].context_expr)
         return [start, *body, end]
 
     def _task(self, node: ast.stmt) -> list[ast.stmt]:
