@@ -5,7 +5,7 @@ derive their loop bounds and their element tests from the same numbers.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 Align = Literal["bottom_right", "top_left"]
 
@@ -169,5 +169,6 @@ def parse_mask(code: str) -> Mask:
         return BlockDiagonal(int(fields[0]))
     if kind == "window":
         left, right = (None if field == "-" else int(field) for field in fields[:2])
-        return SlidingWindow(left, right, fields[2])  # type: ignore[arg-type]
+        align = cast(Align, fields[2])
+        return Causal(align) if (left, right) == (None, 0) else SlidingWindow(left, right, align)
     raise ValueError(f"mask code must start with full, window or block, got {code!r}.")

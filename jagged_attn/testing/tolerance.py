@@ -1,28 +1,38 @@
 """Tolerances derived from what the dtype permits, never chosen."""
 
+import math
+
 import torch
 from torch import Tensor
 
 
-def tolerance(exact: Tensor, eager: Tensor) -> float:
+def tolerance(exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float = 0.0) -> float:
     """The largest absolute error that a backend may have.
 
-    ``2 max|eager - exact| + eps max|exact|``: twice the error that ``eager`` has in the same dtype, plus one rounding
-    of the largest element to that dtype. Elements of ``exact`` that are not finite are left out.
+    ``2 max|eager - exact| + (eps + (sqrt(terms) + largest_score) eps_acc) max|exact|``: twice the error that ``eager``
+    has in the same dtype; one rounding of the largest element to that dtype; and, in the dtype of accumulation, the
+    roundings of a sum of ``terms`` terms in another order and of ``exp(s)``, whose relative error is that of s times s.
+    Elements of ``exact`` that are not finite are left out.
 
     Args:
         exact: the result in float64, from the same inputs (rounded to the dtype first).
         eager: the ``eager`` backend's result in the dtype under test.
+        terms: of the longest sum behind an element.
+        largest_score: the largest magnitude that is exponentiated.
     """
     finite = exact.isfinite()
     if not finite.any():
         return 0.0
     exact = exact[finite].double()
     error = (eager[finite].double() - exact).abs().max().item()
-    return 2 * error + torch.finfo(eager.dtype).eps * exact.abs().max().item()
+    eps_acc = torch.finfo(torch.float64 if eager.dtype == torch.float64 else torch.float32).eps
+    roundings = torch.finfo(eager.dtype).eps + (math.sqrt(terms) + largest_score) * eps_acc
+    return 2 * error + roundings * exact.abs().max().item()
 
 
-def assert_within(name: str, actual: Tensor, exact: Tensor, eager: Tensor) -> None:
+def assert_within(
+    name: str, actual: Tensor, exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float = 0.0
+) -> None:
     """Raise ``AssertionError`` unless ``actual`` is as close to ``exact`` as ``tolerance`` says.
 
     Infinities must stand in the same places; NaN never passes.
@@ -37,7 +47,7 @@ def assert_within(name: str, actual: Tensor, exact: Tensor, eager: Tensor) -> No
     if exact[~infinite].numel() == 0:
         return
     error = (actual[~infinite].double() - exact[~infinite].double()).abs()
-    allowed = tolerance(exact, eager)
+    allowed = tolerance(exact, eager, terms, largest_score)
     if not error.max().item() <= allowed:  # also when it is NaN
         bad = int((~(error <= allowed)).sum())
         raise AssertionError(
