@@ -15,15 +15,14 @@ from .backward import activated_scores, score_gradient, stream_keys
 
 @triton.jit
 def _stream_keys_and_values(
-    dq, q, do, row_lse, row_delta, k, v, dk, dv, dk_sum, dv_sum, k_stride, v_stride, dk_stride, dv_stride,
+    dq, q, do, row_lse, row_delta, k, v, dk, dv, k_stride, v_stride, dk_stride, dv_stride,
     begin, end, key_lo, key_hi, limit, len_kv, scale, out_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    ADD: tl.constexpr,
 ):  # fmt: skip
     """Store dK and dV of the keys ``[begin, end)`` of a sequence, and add to dq / scale what they give.
 
-    Keys from ``limit`` on are not read. With ADD, ``dk_sum`` and ``dv_sum`` hold what earlier queries gave.
+    Keys from ``limit`` on are not read.
     """
     k_offsets = tile_offsets(k_stride, BLOCK_KV, BLOCK_D, WIDE)
     k += tl.cast(begin, tl.int64) * k_stride
@@ -35,8 +34,6 @@ def _stream_keys_and_values(
     dv_offsets = tile_offsets(dv_stride, BLOCK_KV, BLOCK_DV, WIDE)
     dk += tl.cast(begin, tl.int64) * dk_stride
     dv += tl.cast(begin, tl.int64) * dv_stride
-    dk_sum += tl.cast(begin, tl.int64) * dk_stride
-    dv_sum += tl.cast(begin, tl.int64) * dv_stride
     # See backward._stream_queries for the branch.
     if begin < end:
         for first in range(begin, end, BLOCK_KV):
@@ -50,38 +47,29 @@ def _stream_keys_and_values(
             ds = score_gradient(s, p, dp, row_delta[:, None], allowed, scale, out_scale, ACT, FAST_TANH, True)
             ds = ds.to(k_tile.dtype)
             dv_tile = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
-            dv_tile = dv_tile * out_scale
-            if ADD:
-                dv_tile += load_tile(dv_sum + dv_offsets, j < len_kv, DV, BLOCK_DV, True)
-            store_tile(dv + dv_offsets, dv_tile, j < len_kv, DV, BLOCK_DV)
+            store_tile(dv + dv_offsets, dv_tile * out_scale, j < len_kv, DV, BLOCK_DV)
             dk_tile = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
-            dk_tile = dk_tile * scale
-            if ADD:
-                dk_tile += load_tile(dk_sum + dk_offsets, j < len_kv, D, BLOCK_D, True)
-            store_tile(dk + dk_offsets, dk_tile, j < len_kv, D, BLOCK_D)
+            store_tile(dk + dk_offsets, dk_tile * scale, j < len_kv, D, BLOCK_D)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION)
             k += k_step
             v += v_step
             dk += tl.cast(dk_stride, tl.int64) * BLOCK_KV
             dv += tl.cast(dv_stride, tl.int64) * BLOCK_KV
-            dk_sum += tl.cast(dk_stride, tl.int64) * BLOCK_KV
-            dv_sum += tl.cast(dv_stride, tl.int64) * BLOCK_KV
     return dq
 
 
 @triton.jit
 def _walk(
-    q, do, k, v, out, lse, delta, dk, dv, dk_sum, dv_sum, table, offsets_kv, num_sequences, num_queries, total_kv,
+    q, do, k, v, out, lse, delta, dk, dv, table, offsets_kv, num_sequences, num_queries, total_kv,
     tile, end, first_query, do_batch, do_row, k_row, v_row, scale, out_scale,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK: tl.constexpr,
-    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    KEYS: tl.constexpr, ADD: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq / scale from the key tiles ``[tile, end)`` of the table, one sequence after another.
 
-    With KEYS, dK and dV are stored too, with ADD on top of what earlier tiles of queries gave; without, delta is
-    stored for the kernel that makes them. The rows of no sequence count as keys without queries.
+    With KEYS the tile of queries is all there is, and dK and dV are stored too; without, delta is stored for the
+    kernel that makes them. The rows of no sequence count as keys without queries.
     """
     i = first_query + tl.arange(0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -113,11 +101,9 @@ def _walk(
             kv_stride: tl.constexpr = H
             dq = _stream_keys_and_values(
                 dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row,
-                dk + start * (kv_stride * D), dv + start * (kv_stride * DV),
-                dk_sum + start * (kv_stride * D), dv_sum + start * (kv_stride * DV),
-                k_row, v_row, kv_stride * D, kv_stride * DV,
-                first_row, stop, key_lo, key_hi, limit, len_kv, scale, out_scale,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, ADD,
+                dk + start * (kv_stride * D), dv + start * (kv_stride * DV), k_row, v_row,
+                kv_stride * D, kv_stride * DV, first_row, stop, key_lo, key_hi, limit, len_kv, scale, out_scale,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE,
             )  # fmt: skip
         else:
             last = tl.minimum(stop, limit)
@@ -138,29 +124,25 @@ def _walk(
     return dq
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_queries", "total_kv", "max_tiles", "num_parts", "query_begin"])
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "total_kv", "max_tiles", "num_parts"])
 def broadcast_q_backward(
-    do, q, k, v, out, lse, delta, parts, dk, dv, dk_sum, dv_sum, table, offsets_kv,
-    num_sequences, num_queries, total_kv, max_tiles, num_parts, query_begin,
+    do, q, k, v, out, lse, delta, parts, dk, dv, table, offsets_kv,
+    num_sequences, num_queries, total_kv, max_tiles, num_parts,
     do_batch, do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, scale, out_scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACTS: tl.constexpr,
-    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    KEYS: tl.constexpr, ADD: tl.constexpr,
+    FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each part of the key tile table, head and, without KEYS, tile of the shared queries.
+    """One program for each part of the key tile table, tile of the shared queries and head.
 
-    With KEYS, which needs as many key heads as heads, one tile of the queries, at ``query_begin``: K and V are streamed
-    once, and dK and dV written on the way. More queries take one launch a tile; all but the last store fp32 sums, and
-    all but the first ADD those of the launch before.
+    With KEYS, which needs one tile of queries and as many key heads as heads, K and V are streamed once and dK and dV
+    written on the way.
     """
     program = tl.program_id(0)
     head = program % H
-    query_tiles = 1
-    if not KEYS:
-        query_tiles = tl.cdiv(num_queries, BLOCK_Q)
-    first_query = query_begin + program // H % query_tiles * BLOCK_Q
+    query_tiles = tl.maximum(tl.cdiv(num_queries, BLOCK_Q), 1)
+    first_query = program // H % query_tiles * BLOCK_Q
     part = program // H // query_tiles
     used = tl.cast(count_tiles(table, max_tiles), tl.int64)
     tile = (used * part // num_parts).to(tl.int32)
@@ -174,11 +156,10 @@ def broadcast_q_backward(
         dq = _walk(
             q_tile, do + head64 * do_head, k + kv_head * k_head, v + kv_head * v_head,
             out + head64 * DV, lse + head64, delta + head64, dk + head64 * D, dv + head64 * DV,
-            dk_sum + head64 * D, dv_sum + head64 * DV,
             table, offsets_kv, num_sequences, num_queries, total_kv, tile, end, first_query,
             do_batch, do_row, k_row, v_row, scale, out_scale,
             H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, 0),
-            FAST_TANH, PRECISION, WIDE, KEYS, ADD,
+            FAST_TANH, PRECISION, WIDE, KEYS,
         )  # fmt: skip
     else:
         dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -188,11 +169,10 @@ def broadcast_q_backward(
                 dq = _walk(
                     q_tile, do + head64 * do_head, k + kv_head * k_head, v + kv_head * v_head,
                     out + head64 * DV, lse + head64, delta + head64, dk + head64 * D, dv + head64 * DV,
-                    dk_sum + head64 * D, dv_sum + head64 * DV,
                     table, offsets_kv, num_sequences, num_queries, total_kv, tile, end, first_query,
                     do_batch, do_row, k_row, v_row, scale, out_scale,
                     H, D, DV, BLOCK_D, BLOCK_DV, BLOCK_Q, BLOCK_KV, MASK, activation_name(ACTS, a),
-                    FAST_TANH, PRECISION, WIDE, KEYS, ADD,
+                    FAST_TANH, PRECISION, WIDE, KEYS,
                 )  # fmt: skip
     first = part.to(tl.int64) * num_queries + first_query
     store_tile(row_pointers(parts + head64 * D, first, H * D, BLOCK_Q, BLOCK_D), dq * scale, row_ok, D, BLOCK_D)

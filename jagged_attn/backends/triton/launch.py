@@ -48,7 +48,6 @@ class _Plan:
     broadcast_q_forward_wide: PreparedKernel
     broadcast_q_partial: PreparedKernel
     broadcast_q_fused: tuple[PreparedKernel, ...]
-    broadcast_q_adding: PreparedKernel | None
 
 
 @lru_cache(maxsize=1024)
@@ -85,9 +84,8 @@ def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool, wide: boo
         backward_kv=prepare(backward_kv_kernel, configs.backward_kv),
         broadcast_q_forward=prepare(broadcast_q_forward_kernel, configs.forward),
         broadcast_q_forward_wide=prepare(broadcast_q_forward_kernel, configs.broadcast_q_forward_wide),
-        broadcast_q_partial=prepare(broadcast_q_backward_kernel, configs.broadcast_q_partial, KEYS=False, ADD=False),
-        broadcast_q_fused=tuple(prepare(broadcast_q_backward_kernel, c, KEYS=True, ADD=False) for c in fused),
-        broadcast_q_adding=prepare(broadcast_q_backward_kernel, fused[-1], KEYS=True, ADD=True) if fused else None,
+        broadcast_q_partial=prepare(broadcast_q_backward_kernel, configs.broadcast_q_partial, KEYS=False),
+        broadcast_q_fused=tuple(prepare(broadcast_q_backward_kernel, c, KEYS=True) for c in fused),
     )
 
 
@@ -197,42 +195,20 @@ def _backward_keys(call: _Backward, offsets_q: Tensor, dout_batch: int, spec: At
 
 
 def _backward_broadcast_q(call: _Backward, spec: AttentionSpec, plan: _Plan) -> None:
-    q, num_queries = call.q, call.q.shape[0]
-    fused = plan.broadcast_q_fused[-1] if plan.broadcast_q_fused else None
-    fused = next((c for c in plan.broadcast_q_fused if c.constants["BLOCK_Q"] >= num_queries), fused)
+    q, table, num_queries = call.q, call.tables[1], call.q.shape[0]
+    fused = next((c for c in plan.broadcast_q_fused if c.constants["BLOCK_Q"] >= num_queries), None)
     kernel = fused or plan.broadcast_q_partial
-    block = kernel.constants["BLOCK_Q"]
-    query_tiles = max(-(-num_queries // block), 1)
-    programs = spec.num_heads * (1 if fused else query_tiles)
+    programs = spec.num_heads * max(-(-num_queries // kernel.constants["BLOCK_Q"]), 1)
     num_parts = max(num_processors(q.device) * _PARTS_PER_PROCESSOR // programs, 1)
     parts = q.new_empty((num_parts, *q.shape), dtype=torch.float32)
-    if fused is None:
-        _stream_parts(kernel, call, spec, parts, (call.dk, call.dv), (call.dk, call.dv), programs, 0)
-        # The kernel does not read offsets of the shared queries; any pointer will do.
-        _backward_keys(call, call.offsets_kv, call.dout.stride(0), spec, plan)
-    else:
-        final = (call.dk, call.dv)
-        sums = tuple(x.new_empty(x.shape, dtype=torch.float32) for x in final) if query_tiles > 1 else final
-        for tile in range(query_tiles):
-            step = plan.broadcast_q_adding if tile else kernel
-            assert step is not None
-            stored = final if tile == query_tiles - 1 else sums
-            _stream_parts(step, call, spec, parts, stored, sums, programs, tile * block)
-    if q.numel():
-        _reduce.launch(-(-q.numel() // _REDUCE_BLOCK), (parts, call.dq), (num_parts, q.numel()), ())
-
-
-def _stream_parts(
-    kernel: PreparedKernel, call: _Backward, spec: AttentionSpec, parts: Tensor,
-    stored: tuple[Tensor, ...], sums: tuple[Tensor, ...], programs: int, query_begin: int,
-) -> None:  # fmt: skip
-    table, num_parts = call.tables[1], parts.shape[0]
     kernel.launch(
         programs * num_parts,
-        (
-            call.dout, call.q, call.k, call.v, call.out, call.lse, call.delta,
-            parts, *stored, *sums, table, call.offsets_kv,
-        ),
-        (call.num_sequences, call.q.shape[0], call.k.shape[0], table.shape[0], num_parts, query_begin),
+        (call.dout, q, call.k, call.v, call.out, call.lse, call.delta, parts, call.dk, call.dv, table, call.offsets_kv),
+        (call.num_sequences, num_queries, call.k.shape[0], table.shape[0], num_parts),
         (call.dout.stride(0), *call.strides, spec.scale, spec.out_scale),
-    )  # fmt: skip
+    )
+    if fused is None:
+        # The kernel does not read offsets of the shared queries; any pointer will do.
+        _backward_keys(call, call.offsets_kv, call.dout.stride(0), spec, plan)
+    if q.numel():
+        _reduce.launch(-(-q.numel() // _REDUCE_BLOCK), (parts, call.dq), (num_parts, q.numel()), ())
