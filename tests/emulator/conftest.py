@@ -2,10 +2,13 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+# The kernels under test are a package of this folder.
+sys.path.insert(0, str(Path(__file__).parent))
 COMMAND = "TRITON_INTERPRET=1 pytest tests/emulator"
 
 

@@ -1,10 +1,11 @@
 """Teeth: every standard fault in the test kernels is found by the check meant for it, or is shown to be harmless."""
 
 import pytest
-from test_emulator_kernels import SMALL
 
 from jagged_attn.testing.emulator import hunt
 from jagged_attn.testing.emulator.faults import standard_mutants
+
+from .test_emulator_kernels import SMALL
 
 # Mutants that change nothing, with the reason.
 EQUIVALENT = {

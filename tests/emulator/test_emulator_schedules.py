@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_emulator_checks import hand_over, pointers, ring
 from tlx_kernels import small
 
 from jagged_attn.testing.emulator import (
@@ -17,6 +16,8 @@ from jagged_attn.testing.emulator import (
     emulated_launches,
     standard_schedules,
 )
+
+from .test_emulator_checks import hand_over, pointers, ring
 
 
 def _steps(monkeypatch, schedule):

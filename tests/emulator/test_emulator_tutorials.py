@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-import tutorials
 
 from jagged_attn.testing.emulator import HOUSE_RULES, EmulatorError, Launch, Schedule
 from jagged_attn.testing.emulator.language import TLX
+
+from . import tutorials
 
 SCHEDULES = [Schedule("eager"), Schedule("lazy"), Schedule("starve:mma"), Schedule("starve:tma_load")]
 SCHEDULES += [Schedule("random", s) for s in range(2)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from tlx_kernels.blackwell_attention import blackwell_attention
+from tlx_kernels.hopper_attention import hopper_attention
+from tlx_kernels.matmul import matmul
+from tlx_kernels.pair_matmul import pair_matmul
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jagged_attn.testing.emulator.checking import KernelCase
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
 from jagged_attn.testing.emulator.run import Launch
-from tlx_kernels.blackwell_attention import blackwell_attention
-from tlx_kernels.hopper_attention import hopper_attention
-from tlx_kernels.matmul import matmul
-from tlx_kernels.pair_matmul import pair_matmul
 
 _LOG2E = 1.4426950408889634
 
