@@ -95,7 +95,7 @@ def exchange(how):
 def launch_control():
     y = torch.empty(14, dtype=torch.int32)
     want = torch.tensor([s * (t + 1) for t in range(7) for s in (1, -1)], dtype=torch.int32)
-    return Subject(small.launch_control, (7,), {"y": y}, ("y",), want, y)
+    return Subject(small.launch_control, (7,), {"y": y, "PAIR": False}, ("y",), want, y)
 
 
 def hand_out():
@@ -210,6 +210,23 @@ def test_fault_is_reported(make, fault, expected):
                 found.add(V.VALUE)
     assert found
     assert found <= expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("pair", [False, True])
+def test_launch_control_hands_out_what_has_not_started(pair, schedule):
+    y = torch.empty(16, dtype=torch.int32)
+    launch = Launch(schedule, HOUSE_RULES, cluster=1 + pair, resident=2 - pair, outputs=("y",))
+    report = emulate(small.launch_control, (8,), {"y": y, "PAIR": pair, "FAULT": ""}, launch)
+    assert y.tolist() == [s * (t + 1) for t in range(8) for s in (1, -1)]
+    # One request for each of the eight tiles (or four pairs of tiles): the two CTAs that run ask for all others.
+    assert report.ops["clc"] == (4 if pair else 8)
+
+
+def test_launch_control_with_a_consumer_that_leaves_early():
+    arguments = {"y": torch.empty(16, dtype=torch.int32), "PAIR": False, "FAULT": "one consumer fewer"}
+    with pytest.raises(EmulatorError, match=r"DEADLOCK(.|\n)*clc_empty\[0\]: phase \d+, 1 of 2 arrivals pending"):
+        emulate(small.launch_control, (8,), arguments, Launch(resident=2))
 
 
 def test_races_are_found_without_luck():

@@ -254,19 +254,19 @@ def remote_wait(y):
 
 
 @triton.jit
-def launch_control(y, FAULT: tl.constexpr):
-    """Running CTAs take over the tiles of those that have not started."""
-    context = tlx.clc_create_context(num_consumers=2)
+def launch_control(y, PAIR: tl.constexpr, FAULT: tl.constexpr):
+    """Running CTAs, or pairs of them, take over the tiles of those that have not started."""
+    context = tlx.clc_create_context(num_consumers=4 if PAIR else 2)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             tile = tl.program_id(0)
             produce = 1
             consume = 0
             while tile != -1:
-                tlx.clc_producer(context, produce)
+                tlx.clc_producer(context, produce, multi_ctas=PAIR)
                 produce ^= 1
                 tl.store(y + 2 * tile, tile + 1)
-                tile = tlx.clc_consumer(context, consume)
+                tile = tlx.clc_consumer(context, consume, multi_ctas=PAIR)
                 consume ^= 1
         with tlx.async_task(num_warps=1):
             tile = tl.program_id(0)
@@ -276,7 +276,7 @@ def launch_control(y, FAULT: tl.constexpr):
                 if FAULT == "one consumer fewer" and tile > 2:
                     tile = -1
                 else:
-                    tile = tlx.clc_consumer(context, consume)
+                    tile = tlx.clc_consumer(context, consume, multi_ctas=PAIR)
                     consume ^= 1
 
 
