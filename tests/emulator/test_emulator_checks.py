@@ -268,6 +268,11 @@ def test_a_tensor_memory_alias_must_be_of_equal_size():
         emulate(small.reuse_of_unequal_size, (1,), {}, Launch(checks=HOUSE_RULES))
 
 
+def test_a_reuse_group_cannot_be_assigned():
+    with pytest.raises(EmulatorError, match=r"SHAPE.*reuse_group"):
+        emulate(small.named_group, (1,), {})
+
+
 def test_only_a_local_barrier_can_be_waited_for():
     with pytest.raises(EmulatorError, match=r"REMOTE.*only a local mbarrier"):
         emulate(small.remote_wait, (2,), {"y": torch.empty(1)}, Launch(cluster=2))

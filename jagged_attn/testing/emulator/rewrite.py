@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from .errors import EmulatorError, Verdict
 from .language import BUILTINS, LIBDEVICE, PTX_HELPERS, TLX, ModuleProxy, loop, triton_language
 from .machine import KERNEL_FILES
-from .memory import Buffer
+from .memory import Buffer, ReuseGroup
 from .scalars import integer
 from .task_ops import TaskList, capture, run_tasks
 
@@ -44,6 +44,8 @@ class Runtime:
         """A number that is assigned becomes a scalar tensor, as in Triton."""
         if isinstance(value, tl.tensor | Buffer | tuple):
             return value
+        if isinstance(value, ReuseGroup):
+            raise EmulatorError(Verdict.SHAPE, "a reuse_group is assigned to a name, which fbtriton refuses")
         if type(value) is int and -(2**31) <= value < 2**31:
             return integer(value)
         return interpreter.interpreter_semantic.to_tensor(value, False)

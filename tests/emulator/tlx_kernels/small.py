@@ -368,8 +368,14 @@ def aliases(y, FAULT: tl.constexpr):
     long = tlx.local_alloc((256,), tl.float32, 2, reuse=spec)
     low = tlx.local_alloc((128,), tl.float32, 2, reuse=spec)
     high = tlx.local_alloc((128,), tl.float32, 2, reuse=spec)
-    halves = tlx.reuse_group(low, high, group_type=tlx.reuse_group_type.distinct)
-    spec.set_buffer_overlap(tlx.reuse_group(long, halves, group_type=tlx.reuse_group_type.shared))
+    # One expression: a reuse_group has no name.
+    spec.set_buffer_overlap(
+        tlx.reuse_group(
+            long,
+            tlx.reuse_group(low, high, group_type=tlx.reuse_group_type.distinct),
+            group_type=tlx.reuse_group_type.shared,
+        )
+    )
     cells = tl.arange(0, 128)
     for i in tl.static_range(2):
         tlx.local_store(low[i], (cells + 1000 * i).to(tl.float32))
@@ -498,3 +504,12 @@ def descriptor_slots(x, y, n, FAULT: tl.constexpr):
     tlx.barrier_wait(full[0], 0)
     cells = tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(y + cells, tlx.local_load(tile[0]))
+
+
+@triton.jit
+def named_group():
+    """A reuse_group with a name, which fbtriton refuses."""
+    spec = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
+    low = tlx.local_alloc((128,), tl.float32, 2, reuse=spec)
+    group = tlx.reuse_group(low, group_type=tlx.reuse_group_type.shared)
+    spec.set_buffer_overlap(group)
