@@ -29,10 +29,12 @@ def gradients(inputs: AttentionInputs, backend: str, **options: object) -> dict[
 
 
 def check(inputs: AttentionInputs, **options: object) -> None:
+    longest = inputs.k.shape[0] if inputs.layout_q is None else int(inputs.layout_kv.lengths.max())
     exact = gradients(inputs.to(torch.float64), "reference", **options)
     eager = gradients(inputs, "eager", **options)
     for name, actual in gradients(inputs, "triton", **options).items():
-        assert_within(name, actual, exact[name], eager[name])
+        # The longest sums: over the head dim, and over a sequence (dQ of broadcast-Q: over all of them).
+        assert_within(name, actual, exact[name], eager[name], terms=longest + inputs.q.shape[2])
 
 
 @pytest.mark.parametrize("num_queries", [1, 32, 64, 65, 128, 129, 256])
@@ -100,6 +102,8 @@ def no_sync() -> Iterator[Callable[[bool], None]]:
     torch.cuda.set_sync_debug_mode(before)
 
 
+# PyTorch says once that its check is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("shared", [None, 33, 200])
 def test_neither_direction_waits_for_the_device(shared: int | None, no_sync: Callable[[bool], None]) -> None:
     inputs = attention_inputs(

@@ -1,27 +1,45 @@
 """Triton's interpreter made fit for the tests that run kernels on a CPU: a repair, and arithmetic as on a GPU."""
 
-import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-from triton.runtime.interpreter import InterpreterBuilder
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
-def repair_dot() -> None:
-    """Let the interpreter's ``tl.dot`` take the arguments that the language passes to it.
+def repair() -> None:
+    """Make products and casts in the interpreter right for bfloat16, in Triton 3.6 and in fbtriton 3.7.4.
 
-    In fbtriton 3.7.4 the language hands ``create_dot`` one argument more (``two_ctas``, which means nothing on a CPU)
-    than the interpreter's builder accepts. Does nothing where both agree.
+    Three faults are mended. The interpreter holds bfloat16 as the integers of its bits, and ``tl.dot`` multiplies
+    those; a cast to bfloat16 cuts bits off where a GPU rounds to nearest even. And in fbtriton 3.7.4 the language
+    hands ``create_dot`` one argument more (``two_ctas``, which means nothing on a CPU) than it accepts.
     """
-    create_dot = InterpreterBuilder.create_dot
-    if len(inspect.signature(create_dot).parameters) != 6:
-        return
+    cast = InterpreterBuilder.cast_impl
 
-    def create_dot_ignoring(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any, *_: Any) -> Any:
-        return create_dot(self, a, b, d, precision, imprecise)
+    def cast_rounding(builder: Any, x: Any, to: Any) -> Any:
+        if (x.dtype.scalar, to.scalar) == (tl.float32, tl.bfloat16):
+            return TensorHandle(_to_bfloat16_bits(x.data), tl.bfloat16)
+        return cast(builder, x, to)
 
-    InterpreterBuilder.create_dot = create_dot_ignoring
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        return TensorHandle(np.matmul(_as_numbers(a), _as_numbers(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.cast_impl = cast_rounding
+    InterpreterBuilder.create_dot = create_dot
+
+
+def _as_numbers(x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return x.data
+    return (x.data.astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bfloat16_bits(x: Any) -> Any:
+    """The bits of fp32 numbers as bfloat16, rounded to nearest even; NaN stays NaN."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16).reshape(x.shape)
 
 
 def quiet_arithmetic() -> AbstractContextManager[Any]:

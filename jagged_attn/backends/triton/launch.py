@@ -32,7 +32,7 @@ _WIDE_STRIDE = 2**23
 if capability.is_interpreted():
     from .._jit import interpreter
 
-    interpreter.repair_dot()
+    interpreter.repair()
 
 _reduce = PreparedKernel(reduce_parts, {"PARTS": 32, "BLOCK": _REDUCE_BLOCK}, {"num_warps": 4})
 
