@@ -42,7 +42,7 @@ class LogConfig:
     """
 
     num_requests: int = 20_000
-    num_items: int = 40
+    num_items: int = 16
     num_categories: int = 8
     median_clicks: float = 14.0
     median_impressions: float = 8.0

@@ -32,9 +32,9 @@ class TrainConfig:
 
     model: str = "kunlun"
     seed: int = 0
-    epochs: int = 4
+    epochs: int = 8
     batch_size: int = 256
-    learning_rate: float = 2e-3
+    learning_rate: float = 4e-3
     weight_decay: float = 1e-4
     held_out: str = "test"
     kunlun: KunlunConfig = KunlunConfig()  # noqa: RUF009  it is frozen
