@@ -80,8 +80,8 @@ def triton_configs(
     device_type: str,
     capability: tuple[int, int] | None,
     is_hip: bool,
-) -> TritonConfigs:
-    """The configs of a call.
+) -> TritonConfigs | None:
+    """The configs of a call; ``None`` if a kernel has no tile that fits into shared memory.
 
     Args:
         head_dim: D.
@@ -102,16 +102,16 @@ def triton_configs(
     def legal(role: Role, candidates: tuple[TileConfig, ...]) -> tuple[TileConfig, ...]:
         return tuple(c for c in candidates if c.refusal(role, problem) is None)
 
-    def pick(role: Role) -> TileConfig:
-        return next(iter(legal(role, lists[role])), _LEAST)
-
-    forward, partial = pick("forward"), pick("broadcast_q_backward")
+    picked = {role: legal(role, (*candidates, _LEAST))[:1] for role, candidates in lists.items()}
+    if not all(picked.values()):
+        return None
+    forward, partial = picked["forward"][0], picked["broadcast_q_backward"][0]
     wide = legal("forward", _BROADCAST_Q_WIDE) if is_half and widest <= 128 else ()
     fused = legal("broadcast_q_backward", _FUSED if is_half and widest <= 128 else (partial,))
     return TritonConfigs(
         forward=forward,
-        backward_q=pick("backward_q"),
-        backward_kv=pick("backward_kv"),
+        backward_q=picked["backward_q"][0],
+        backward_kv=picked["backward_kv"][0],
         broadcast_q_forward_wide=next(iter(wide), forward),
         broadcast_q_partial=partial,
         broadcast_q_fused=tuple(c for c in fused if c.block_kv == partial.block_kv),

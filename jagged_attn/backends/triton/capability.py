@@ -34,13 +34,22 @@ def supports(spec: AttentionSpec, arch: Arch) -> str | None:
     for name, dim in (("head dim", spec.head_dim), ("value head dim", spec.value_head_dim)):
         if dim > MAX_HEAD_DIM:
             return f"takes a {name} of at most {MAX_HEAD_DIM}, got {dim}"
+    if _configs(spec, arch) is None:
+        return f"has no tile of head dims {spec.head_dim} and {spec.value_head_dim} that fits into shared memory"
     if find_spec("triton") is None:
         return "needs the triton package, which is not installed"
     return None
 
 
 def configs(spec: AttentionSpec, arch: Arch) -> TritonConfigs:
-    """The configs of such a call."""
+    """The configs of a call that is supported."""
+    found = _configs(spec, arch)
+    if found is None:
+        raise ValueError(f"spec must be supported, got {spec} on {arch}.")
+    return found
+
+
+def _configs(spec: AttentionSpec, arch: Arch) -> TritonConfigs | None:
     return triton_configs(
         spec.head_dim, spec.value_head_dim, spec.dtype.itemsize, arch.device_type, arch.capability, arch.is_hip
     )
