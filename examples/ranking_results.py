@@ -3,18 +3,20 @@
     python examples/ranking_results.py           # all runs of the results table
     python examples/ranking_results.py --tune    # the grid behind the recipes, on validation data only
 
+With ``--keep``, runs that the CSV already has are not repeated; each row says where it comes from.
 Exit code 1: a bar of the results is not met.
 """
 
 import argparse
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from ranking import sources
-from ranking.outputs import write_csv
+from ranking.outputs import read_csv, write_csv
 from ranking.provenance import provenance
 from ranking.recipes import DATA, POOLINGS, grid, recipe
 from ranking.summary import Row, insert, markdown, plot, tuned, verdicts
@@ -27,6 +29,7 @@ TUNING_SEED = 1000  # no seed of the results
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="run the tuning grid instead")
+    parser.add_argument("--keep", action="store_true", help="do not repeat the runs that the CSV has")
     parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA))
     parser.add_argument("--pooling", choices=POOLINGS, nargs="+", default=list(POOLINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -44,6 +47,10 @@ def _runs(options: argparse.Namespace) -> Iterator[tuple[str, TrainConfig]]:
                 yield from ((data, config) for config in grid(data, pooling, TUNING_SEED))
             else:
                 yield from ((data, recipe(data, pooling, seed)) for seed in options.seeds)
+
+
+def _key(run: Mapping[str, object]) -> tuple[str, ...]:
+    return tuple(str(run[name]) for name in ("data", "pooling", "seed", "learning_rate", "embedding_boost"))
 
 
 def _train(data: str, config: TrainConfig, options: argparse.Namespace) -> list[Row]:
@@ -75,8 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     origin = provenance(options.device)
     table = options.out / ("ranking_tuning.csv" if options.tune else "ranking.csv")
-    rows: list[Row] = []
+    rows = read_csv(table) if options.keep and table.is_file() else []
+    done = {_key(row) for row in rows}
     for data, config in _runs(options):
+        if _key({"data": data, **asdict(config)}) in done:
+            continue
         rows += [{**row, **origin} for row in _train(data, config, options)]
         write_csv(table, rows, rows[0])
         last = rows[-1]

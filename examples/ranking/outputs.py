@@ -37,6 +37,12 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]], columns: Iterable[s
     write_atomically(path, write)
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV that ``write_csv`` wrote."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def plot_curves(path: Path, title: str, epochs: list[dict[str, float]], bayes_ne: float | None) -> None:
     """Draw NE and AUC by epoch as a PNG.
 

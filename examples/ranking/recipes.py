@@ -9,12 +9,12 @@ from .training import TrainConfig
 DATA = ("synthetic", "movielens")
 POOLINGS: tuple[Pooling, ...] = ("attention", "mean")
 
-LEARNING_RATES = (2e-3, 4e-3)
+LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 EMBEDDING_BOOSTS = (4.0, 10.0)
 
 # Most users of MovieLens' held-out part are new, so training shows the model the shared id of the unseen half the time.
 _BASE = {
-    "synthetic": TrainConfig(epochs=3),
+    "synthetic": TrainConfig(epochs=4),
     "movielens": TrainConfig(epochs=2, hide_items=0.02, hide_users=0.5),
 }
 # (learning rate, embedding boost): the lowest validation NE in examples/results/ranking_tuning.csv, which
