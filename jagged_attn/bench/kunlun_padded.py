@@ -168,7 +168,9 @@ def _block_mask(mask: Mask, lengths: Tensor, longest: int) -> Any:
         lo, hi = mask.key_range(q, longest, longest)
         return (lo <= kv) & (kv < hi) & (kv < lengths[b])
 
-    return create_block_mask(allowed, lengths.shape[0], None, longest, longest, device=lengths.device, _compile=True)
+    return create_block_mask(
+        allowed, lengths.shape[0], None, longest, longest, device=lengths.device, _compile=lengths.is_cuda
+    )
 
 
 @cache

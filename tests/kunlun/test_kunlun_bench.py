@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from jagged_attn.bench import kunlun as bench
+from jagged_attn.bench import kunlun_padded
 from jagged_attn.masks import BlockDiagonal
 from jagged_attn.modules.kunlun_config import EventTowerConfig
 
@@ -34,6 +35,17 @@ def test_padded_and_jagged_model_agree_in_logits_and_gradients(ranker):
     bench.check(
         ranker.float(), bench.make_batch(SCENARIO, 0, CPU, torch.float32), 5, bench.make_contestant("jagged", ranker)
     )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@torch.no_grad()
+def test_flex_attention_gets_the_same_masks(ranker, monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(kunlun_padded, "_flex", lambda: flex_attention)  # it runs unfused
+    batch = bench.make_batch(SCENARIO, 0, CPU, torch.float64)
+    flex, sdpa = (bench.make_contestant(f"padded_{name}", ranker) for name in ("flex", "sdpa"))
+    torch.testing.assert_close(flex.logits(*flex.prepare(batch)), sdpa.logits(*sdpa.prepare(batch)))
 
 
 def test_a_wrong_model_gets_no_figure(ranker):
