@@ -104,7 +104,8 @@ class PaddedKunlun(nn.Module):
             return _block_mask(mask, events.lengths, longest)
         i = torch.arange(longest, device=events.rows.device)
         lo, hi = mask.key_range(i[:, None], longest, longest)
-        return ((lo <= i) & (i < hi) & events.exists[:, None, :])[:, None]
+        # A padded row sees itself: it is never read, and a row without any key would be NaN in some kernels.
+        return ((lo <= i) & (i < hi) & (events.exists[:, None, :] | (i[:, None] == i)))[:, None]
 
     def _attend(self, attention: TemporalSelfAttention, rows: Tensor, mask: Any, rotation: Tensor | None) -> Tensor:
         projection = attention.in_proj
@@ -117,8 +118,7 @@ class PaddedKunlun(nn.Module):
             out = _flex()(q, k, v, block_mask=mask)
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        # A padded row further than the window from every event has no key: some kernels give NaN, and it is not read.
-        return attention.out_proj(out.transpose(1, 2).flatten(2).nan_to_num())
+        return attention.out_proj(out.transpose(1, 2).flatten(2))
 
 
 def _mask_of(stack: Kunlun, name: str) -> Mask | None:
@@ -166,7 +166,7 @@ def _block_mask(mask: Mask, lengths: Tensor, longest: int) -> Any:
 
     def allowed(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         lo, hi = mask.key_range(q, longest, longest)
-        return (lo <= kv) & (kv < hi) & (kv < lengths[b])
+        return (lo <= kv) & (kv < hi) & ((kv < lengths[b]) | (kv == q))
 
     return create_block_mask(
         allowed, lengths.shape[0], None, longest, longest, device=lengths.device, _compile=lengths.is_cuda
