@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .custom_ops import library
+from .custom_ops import attention_backward_kernel, attention_kernel, library
 
 
 class _Attention(torch.autograd.Function):
@@ -20,8 +20,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor,
         offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor], *static: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.jagged_attn.attention(q, k, v, offsets_q, offsets_kv, tables, *static)
+        out, lse = _forward(q, k, v, offsets_q, offsets_kv, tables, *static)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, out, lse, offsets_q, offsets_kv, *tables)
@@ -33,9 +32,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, offsets_q, offsets_kv, *tables = ctx.saved_tensors
         grads: tuple[Tensor | None, ...] = (None, None, None)
         if dout is not None:
-            grads = torch.ops.jagged_attn.attention_backward(
-                dout, q, k, v, out, lse, offsets_q, offsets_kv, tables, *ctx.static
-            )
+            is_plain = not torch.is_grad_enabled() and _is_plain(dout, q, k, v)
+            backward = attention_backward_kernel if is_plain else torch.ops.jagged_attn.attention_backward
+            grads = backward(dout, q, k, v, out, lse, offsets_q, offsets_kv, tables, *ctx.static)
         return (*grads, None, None, None, *(None for _ in ctx.static))
 
 
@@ -55,16 +54,43 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """``torch.ops.jagged_attn.attention(q, k, v, *args)``, past the dispatcher where nothing would see it.
+
+    Its way from Python to Python and back costs more CPU time than the launch of a kernel. Whatever watches operators
+    (a compiler, a dispatch mode, a tensor subclass) gets the operator.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.jagged_attn.attention(q, k, v, *args)
+    return _differentiable(q, k, v, *args)
+
+
+def _differentiable(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, *args)
+    return _forward(q, k, v, *args)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    if _is_plain(q, k, v):
+        return attention_kernel(q, k, v, *args)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.jagged_attn.attention(q, k, v, *args)
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether nothing watches operators on these tensors."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_torch_function_mode_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
 
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     return _AttentionBackward.apply(*args)
 
 
-library.impl("attention", _attention, "Autograd")
+library.impl("attention", _differentiable, "Autograd")
 library.impl("attention_backward", _attention_backward, "Autograd")

@@ -114,9 +114,11 @@ def _tile_table_fake(offsets: Tensor, cost_offsets: Tensor, total_rows: int, cos
     return offsets.new_empty((tiles, 2), dtype=torch.int32)
 
 
+attention_kernel = _outside_autocast(_attention)
+attention_backward_kernel = _outside_autocast(_attention_backward)
 for _name, _kernel, _fake in (
-    ("attention", _outside_autocast(_attention), _attention_fake),
-    ("attention_backward", _outside_autocast(_attention_backward), _attention_backward_fake),
+    ("attention", attention_kernel, _attention_fake),
+    ("attention_backward", attention_backward_kernel, _attention_backward_fake),
     ("tile_table", build_tile_table, _tile_table_fake),
 ):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from . import autograd as _register_autograd  # noqa: F401  the operators exist and are differentiable from here on
-from . import dispatch, validation
+from . import autograd, dispatch, validation
 from .activations import SOFTMAX, normalize_activation
 from .errors import BackendReport
 from .layout import JaggedLayout, derived
@@ -58,20 +57,23 @@ _make_plan_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _tables(
     requests: tuple[TableRequest, ...], q: Tensor, k: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor
 ) -> list[Tensor]:
-    sides = {"q": (offsets_q, q.shape[0]), "kv": (offsets_kv, k.shape[0])}
-    tables = []
-    for request in requests:
-        rows, total_rows = cast(tuple[Tensor, int], sides[request.rows])
-        cost, cost_rows = cast(tuple[Tensor, int], sides[request.cost])
+    """The tables that a backend asked for, kept beside the offsets; made in the graph when one is traced."""
+    rows_q, rows_kv = q.shape[0], k.shape[0]
 
-        def build(rows=rows, cost=cost, total_rows=total_rows, cost_rows=cost_rows, block=request.block):  # type: ignore[no-untyped-def]
-            return torch.ops.jagged_attn.tile_table(rows, cost, total_rows, cost_rows, block)
+    def build() -> list[Tensor]:
+        sides = {"q": (offsets_q, rows_q), "kv": (offsets_kv, rows_kv)}
+        tables: dict[TableRequest, Tensor] = {}
+        for request in dict.fromkeys(requests):
+            (rows, total_rows), (cost, cost_rows) = sides[request.rows], sides[request.cost]
+            tables[request] = torch.ops.jagged_attn.tile_table(rows, cost, total_rows, cost_rows, request.block)
+        return [tables[request] for request in requests]
 
-        if torch.compiler.is_compiling():
-            tables.append(build())
-        else:
-            tables.append(derived(rows, cost, ("tile_table", request.block, total_rows, cost_rows), build))
-    return tables
+    if not requests:
+        return []
+    if torch.compiler.is_compiling():
+        return build()
+    other = offsets_kv if offsets_q is None else offsets_q
+    return derived(offsets_kv, other, ("tables", requests, rows_q, rows_kv), build)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -96,7 +98,7 @@ def _attend(
     offsets_q = None if layout_q is None else layout_q.offsets
     tables = _tables(plan.tables, q, k, offsets_q, layout_kv.offsets)
     _, _, _, mask_code, _, scale_, out_scale_, deterministic_ = facts
-    out, lse = torch.ops.jagged_attn.attention(
+    out, lse = autograd.attention(
         q, k, v, offsets_q, layout_kv.offsets, tables,
         mask_code, plan.activation, scale_, out_scale_, deterministic_, plan.backend,
     )  # fmt: skip
