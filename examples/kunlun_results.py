@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     if options.what == "report":
         return 0 if report() else 1
+    torch.set_num_threads(1)  # as train_kunlun.py does by default
     for model in options.model:
         train(model, options.seeds, options.device)
     return 0

@@ -1,6 +1,6 @@
 """Train a Kunlun-style model on a synthetic log of clicks and impressions with timestamps.
 
-    python examples/train_kunlun.py --tiny --out out/kunlun-tiny     some seconds
+    python examples/train_kunlun.py --tiny --out out/kunlun-tiny     half a minute
     python examples/train_kunlun.py --out out/kunlun                 the size of the comparison in docs/kunlun.md
     python examples/train_kunlun.py --model ranking                  the ranking example's model on the same log
 
@@ -36,9 +36,11 @@ class _Parser(argparse.ArgumentParser):
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="train_kunlun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["kunlun", "ranking"], default="kunlun")
-    parser.add_argument("--tiny", action="store_true", help="a small log and two epochs")
+    parser.add_argument("--tiny", action="store_true", help="a small log of a few items, and three epochs")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
     parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto", help="what runs the attention")
+    # Tensors of this size lose more to sharing than they gain, the more so on a machine that has other work.
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the log")
     parser.add_argument("--epochs", type=int, help="passes over the training part")
     parser.add_argument("--requests", type=int, help="size of the log")
@@ -47,7 +49,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _settings(options: argparse.Namespace) -> tuple[LogConfig, TrainConfig, torch.device]:
-    for name in ("epochs", "requests"):
+    for name in ("epochs", "requests", "threads"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}.")
@@ -59,16 +61,25 @@ def _settings(options: argparse.Namespace) -> tuple[LogConfig, TrainConfig, torc
     except (RuntimeError, AssertionError) as error:  # a CPU build of torch asserts that it has CUDA
         raise InputError(f"--device {options.device}: is not available here.") from error
     try:
-        log = LogConfig(num_requests=options.requests or (2_000 if options.tiny else LogConfig.num_requests))
+        log = LogConfig()
+        if options.tiny:
+            log = replace(
+                log, num_requests=5_000, num_items=8, median_clicks=8.0, median_impressions=5.0, max_events=32
+            )
+        if options.requests is not None:
+            log = replace(log, num_requests=options.requests)
     except ValueError as error:
         raise InputError(f"--requests: {error}") from error
     config = TrainConfig(model=options.model, seed=options.seed)
-    return log, replace(config, epochs=options.epochs or (2 if options.tiny else config.epochs)), device
+    if options.tiny:
+        config = replace(config, epochs=3, batch_size=128)
+    return log, config if options.epochs is None else replace(config, epochs=options.epochs), device
 
 
 def run(options: argparse.Namespace) -> None:
     """Generate, train, and write the results."""
     log_config, config, device = _settings(options)
+    torch.set_num_threads(options.threads)
     trainer = Trainer(generate(options.seed, log_config), config, device, options.backend)
     bayes = trainer.bayes
     print(
