@@ -17,7 +17,7 @@ WORKERS     ?= 2
 PYTEST      := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo results test test-plain test-interpret test-emulator test-gpu lint bench clean
+.PHONY: help env demo results test test-plain test-interpret test-emulator test-emulator-all test-gpu lint bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,12 +38,13 @@ $(VENV)/.ready: Makefile requirements-dev.txt pyproject.toml
 	$(PIP) --no-deps --editable .
 	touch $@
 
-demo: env ## train the ranking model on the synthetic log and on MovieLens-100k (about 3 minutes)
+demo: env ## train on a synthetic click log and on MovieLens-100k, then a tiny Kunlun model
 	$(PY) examples/train_ranking.py --data synthetic --out out/synthetic
 	$(PY) examples/train_ranking.py --data movielens --out out/movielens
+	$(PY) examples/train_kunlun.py --tiny --out out/kunlun
 
 results: env ## train all seeds and models of docs/ranking.md
-	$(PY) examples/train_ranking.py --all --out out/results
+	$(PY) examples/ranking_results.py
 
 test: lint test-plain test-interpret test-emulator ## all checks and tests that need no GPU
 
@@ -55,6 +56,9 @@ test-interpret: env ## the Triton kernels under Triton's interpreter
 
 test-emulator: env ## the TLX kernels under the emulator
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" tests/emulator
+
+test-emulator-all: env ## every mutant and a thousand seeds more: hours
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/emulator
 
 test-gpu: env ## the tests that need a CUDA GPU
 	$(PY) -m pytest -m gpu --timeout 300

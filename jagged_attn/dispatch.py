@@ -4,8 +4,6 @@ import importlib
 from functools import cache, lru_cache
 from typing import cast
 
-import torch
-
 from .backends import BACKENDS
 from .backends.base import Arch, Capability, Launch
 from .errors import BackendReport, UnsupportedError
@@ -24,14 +22,6 @@ def capability(backend: str) -> Capability:
 def load(backend: str) -> Launch:
     """The launch module of a backend; imports its kernels."""
     return cast(Launch, importlib.import_module(f".backends.{BACKENDS[backend].launch}", __package__))
-
-
-@cache
-def arch_of(device: torch.device) -> Arch:
-    """The architecture of a device."""
-    if device.type != "cuda":
-        return Arch(device.type)
-    return Arch("cuda", torch.cuda.get_device_capability(device), torch.version.hip is not None)
 
 
 def check_name(backend: object) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import autograd, dispatch, validation
 from .activations import SOFTMAX, normalize_activation
+from .backends.base import arch_of
 from .errors import BackendReport
 from .layout import JaggedLayout, derived
 from .masks import Full, Mask, parse_mask
@@ -39,7 +40,7 @@ def _make_spec(
 @lru_cache(maxsize=4096)
 def _make_plan(device: torch.device, backend: str, *facts: Any) -> _Plan:
     dispatch.check_name(backend)
-    spec, arch = _make_spec(*facts), dispatch.arch_of(device)
+    spec, arch = _make_spec(*facts), arch_of(device)
     name = dispatch.choose(backend, spec, arch)
     tables = dispatch.capability(name).table_requests(spec, arch)
     return _Plan(name, tables, ",".join(spec.activation), spec.activation != (SOFTMAX,))
@@ -91,8 +92,10 @@ def _attend(
     return_lse: bool, backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v, facts = _check(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic)
-    make_plan = _make_plan_constant if torch.compiler.is_compiling() else _make_plan
-    plan = _Plan(*make_plan(q.device, backend, *facts))
+    if torch.compiler.is_compiling():
+        plan = _Plan(*_make_plan_constant(q.device, backend, *facts))
+    else:
+        plan = _make_plan(q.device, backend, *facts)
     if return_lse and plan.has_elementwise:
         raise ValueError(f"return_lse must be False unless every head is a softmax, got activation={activation!r}.")
     offsets_q = None if layout_q is None else layout_q.offsets
@@ -312,4 +315,4 @@ def explain_backend(
         layout_q = validation.as_layout("layout_q", layout_q)
     layout_kv = validation.as_layout("layout_kv", layout_q if layout_kv is None else layout_kv)
     q, _, _, facts = _check(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic)
-    return dispatch.explain(_make_spec(*facts), dispatch.arch_of(q.device))
+    return dispatch.explain(_make_spec(*facts), arch_of(q.device))

@@ -150,6 +150,17 @@ def derived(offsets: Tensor, other: Tensor, key: Hashable, build: Callable[[], T
     return value
 
 
+def uniform_like(layout: JaggedLayout, length: int) -> JaggedLayout:
+    """The layout of as many sequences of ``length`` rows, remembered beside the other's offsets."""
+
+    def build() -> JaggedLayout:
+        return JaggedLayout.uniform(layout.num_sequences, length, layout.offsets.device)
+
+    if torch.compiler.is_compiling():
+        return build()
+    return derived(layout.offsets, layout.offsets, ("uniform", length), build)
+
+
 def _is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -26,13 +26,14 @@ def check_kinds(q: Tensor, k: Tensor, v: Tensor, query_rows: str) -> None:
     for name, x, shape in zip("qkv", (q, k, v), shapes, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
-        if x.dim() != 3:
+        if len(x.shape) != 3:
             raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}.")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {x.dtype}.")
-        if x.shape[2] < 1 or x.shape[1] < 1:
+        _, heads, dim = x.shape
+        if heads < 1 or dim < 1:
             raise ValueError(f"{name} must have at least one head and one column, {shape}, got {list(x.shape)}.")
-        if x.shape[2] > 1 and x.stride(2) != 1:
+        if dim > 1 and x.stride(2) != 1:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got strides {x.stride()}; call {name}.contiguous()."
             )

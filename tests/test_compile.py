@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases import Case, run
-from conftest import Target
+from targets import Target
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import jagged_attn as ja

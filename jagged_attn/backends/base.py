@@ -5,6 +5,7 @@ and may import Triton. A small backend is one module for both.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -27,6 +28,14 @@ class Arch:
     device_type: str
     capability: tuple[int, int] | None = None
     is_hip: bool = False
+
+
+@cache
+def arch_of(device: torch.device) -> Arch:
+    """The architecture of a device."""
+    if device.type != "cuda":
+        return Arch(device.type)
+    return Arch("cuda", torch.cuda.get_device_capability(device), torch.version.hip is not None)
 
 
 class Capability(Protocol):

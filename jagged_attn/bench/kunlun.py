@@ -30,7 +30,7 @@ from ..modules.kunlun_blocks import RankingHead
 from ..modules.kunlun_config import EventTowerConfig, InteractionConfig
 from ..testing.inputs import draw_lengths
 from .kunlun_padded import PaddedEvents, PaddedKunlun, Windowed
-from .memory import _return_freed_memory, _status_kib
+from .memory import return_freed_memory, status_kib
 from .provenance import collect_provenance
 from .timing import make_clock
 
@@ -303,12 +303,12 @@ def peak_mib(contestant: Contestant, batch: Batch, device: torch.device) -> floa
         step(prepared)
         torch.cuda.synchronize(device)
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    _return_freed_memory()
+    return_freed_memory()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _status_kib("VmRSS")
+    before = status_kib("VmRSS")
     step(prepared)
-    return (_status_kib("VmHWM") - before) / 1024
+    return (status_kib("VmHWM") - before) / 1024
 
 
 def _peak_in_child(arguments: argparse.Namespace, name: str) -> float:

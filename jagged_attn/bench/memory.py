@@ -59,21 +59,22 @@ def _measure(workload: str, contestant: str, dtype: str, seed: int, small: bool,
     attempt = runner.attempt(
         runner.posed(make_problem(shape.small() if small else shape, getattr(torch, dtype), device, seed))
     )
-    _return_freed_memory()
+    return_freed_memory()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
-    before = _status_kib("VmRSS")
+    before = status_kib("VmRSS")
     attempt.run()
-    return max(_status_kib("VmHWM") - before, 0) / 1024
+    return max(status_kib("VmHWM") - before, 0) / 1024
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Make the C library give back what is free, so that the next call cannot reuse it unseen."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _status_kib(key: str) -> int:
+def status_kib(key: str) -> int:
+    """A line of this process's ``/proc/self/status``, in KiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1])

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from ..activations import SOFTMAX
 from ..functional import jagged_attention
 from ..jagged_tensor import Jagged, layout_of, with_values
+from ..layout import uniform_like
 from ..masks import Full
 from .options import AttentionOptions, Heads, check_sizes
 from .projections import Projection
-from .rows import rows_of, uniform_layout
+from .rows import rows_of
 
 _FULL = Full()
 
@@ -177,7 +178,7 @@ def _attend(rows: Tensor, k: Tensor, v: Tensor, x: Any, options: AttentionOption
     layout = layout_of(x)
     if k.shape[0] != layout.num_sequences:
         raise ValueError(f"context must be for the {layout.num_sequences} samples of x, got {k.shape[0]}.")
-    layout_kv = uniform_layout(layout, k.shape[1])
+    layout_kv = uniform_like(layout, k.shape[1])
     q = rows.unflatten(-1, k.shape[2:]).to(k.dtype)
     return jagged_attention(q, k.flatten(0, 1), v.flatten(0, 1), layout, layout_kv, **options.keywords()).flatten(-2)
 

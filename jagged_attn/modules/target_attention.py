@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..functional import broadcast_q_attention, jagged_attention
 from ..jagged_tensor import Jagged, is_jagged, layout_of, values_of, with_values
-from ..layout import JaggedLayout, derived
+from ..layout import JaggedLayout, uniform_like
 from ..masks import Full, Mask
 from .options import AttentionOptions, Heads, check_sizes
 from .projections import HeadNorm, OutProjection, Projection, check_dtype
@@ -183,26 +183,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, history: Any, queries: Any, options
     if q.dim() == 3:
         return broadcast_q_attention(q, k, v, layout, **keywords).flatten(-2)
     _check_samples(q.shape[0], layout)
-    layout_q = _uniform_layout(layout, q.shape[1])
+    layout_q = uniform_like(layout, q.shape[1])
     return jagged_attention(q.flatten(0, 1), k, v, layout_q, layout, **keywords).flatten(-2).unflatten(0, q.shape[:2])
 
 
 def _check_samples(num_samples: int, layout: JaggedLayout) -> None:
     if num_samples != layout.num_sequences:
         raise ValueError(f"queries must be for the history's {layout.num_sequences} samples, got {num_samples}.")
-
-
-def _uniform_layout(layout: JaggedLayout, length: int) -> JaggedLayout:
-    """The layout of as many sequences of ``length`` rows, kept beside the other's offsets as its own tables are."""
-
-    def build() -> JaggedLayout:
-        # Also in inference mode a tensor that autograd may save: a later training step finds it in the cache.
-        with torch.inference_mode(False):
-            return JaggedLayout.uniform(layout.num_sequences, length, layout.offsets.device)
-
-    if torch.compiler.is_compiling():
-        return JaggedLayout.uniform(layout.num_sequences, length, layout.offsets.device)
-    return derived(layout.offsets, layout.offsets, ("uniform", length), build)
 
 
 @torch.fx.wrap

@@ -12,7 +12,7 @@ from ...schedule.arch import num_processors
 from ...schedule.choose import is_wide, pad_head_dim
 from ...schedule.config import TileConfig
 from ...spec import AttentionSpec
-from ..base import Arch, Geometry, new_gradients, new_outputs
+from ..base import Geometry, arch_of, new_gradients, new_outputs
 from . import capability
 from .backward import backward_kv as backward_kv_kernel
 from .backward import backward_q as backward_q_kernel
@@ -52,10 +52,7 @@ class _Plan:
 
 @lru_cache(maxsize=1024)
 def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool, wide: bool) -> _Plan:
-    if device.type == "cuda":
-        arch = Arch("cuda", torch.cuda.get_device_capability(device), torch.version.hip is not None)
-    else:
-        arch = Arch(device.type)
+    arch = arch_of(device)
     common = {
         "H": spec.num_heads,
         "GROUP": spec.group_size,
