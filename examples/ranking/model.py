@@ -60,6 +60,7 @@ class RankingModel(nn.Module):
         self.embedding = _embedding(schema, config)
         self.layers = nn.ModuleList(HistoryLayer(config, pooling, backend) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(dim)
+        self.candidate_norm = nn.LayerNorm(dim)
         self.target: nn.Module = (
             JaggedTargetAttention(dim, config.num_heads, backend=backend) if pooling == "attention" else MeanPool(dim)
         )
@@ -79,7 +80,8 @@ class RankingModel(nn.Module):
             history = layer(history)
         history = with_values(history, self.norm(history.values()))
         candidate = embedded["candidate_item"]
-        taste = self.target(history, candidate).values()
+        query = with_values(candidate, self.candidate_norm(candidate.values()))
+        taste = self.target(history, query).values()
         item, user = candidate.values(), embedded["user"].values()
         return self.mlp(torch.cat([item, taste, item * taste, user], dim=1)).squeeze(1)
 

@@ -40,7 +40,7 @@ class TrainConfig:
     epochs: int = 3
     batch_size: int = 128
     learning_rate: float = 4e-3
-    embedding_boost: float = 4.0
+    embedding_boost: float = 10.0
     weight_decay: float = 1e-4
     hide_items: float = 0.0
     hide_users: float = 0.0
