@@ -23,7 +23,8 @@ class _Attention(torch.autograd.Function):
         out, lse = _forward(q, k, v, offsets_q, offsets_kv, tables, *static)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, offsets_q, offsets_kv, *tables)
+        offsets = (_savable(x) for x in (offsets_q, offsets_kv, *tables))
+        ctx.save_for_backward(q, k, v, out, lse, *offsets)
         ctx.static = static
         return out, lse
 
@@ -36,6 +37,14 @@ class _Attention(torch.autograd.Function):
             backward = attention_backward_kernel if is_plain else torch.ops.jagged_attn.attention_backward
             grads = backward(dout, q, k, v, out, lse, offsets_q, offsets_kv, tables, *ctx.static)
         return (*grads, None, None, None, *(None for _ in ctx.static))
+
+
+def _savable(x: Tensor | None) -> Tensor | None:
+    """``x``, or a copy of one that was made in inference mode, which autograd refuses to save."""
+    if x is None or not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -62,6 +71,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tens
     """
     if torch.compiler.is_compiling():
         return torch.ops.jagged_attn.attention(q, k, v, *args)
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "jagged_attn does not support forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad): "
+            "use backward(), torch.autograd.grad() or torch.autograd.functional.jacobian()."
+        )
     return _differentiable(q, k, v, *args)
 
 
@@ -84,7 +98,7 @@ def _is_plain(*tensors: Tensor) -> bool:
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._is_torch_function_mode_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import index
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -39,7 +40,6 @@ def _make_spec(
 
 @lru_cache(maxsize=4096)
 def _make_plan(device: torch.device, backend: str, *facts: Any) -> _Plan:
-    dispatch.check_name(backend)
     spec, arch = _make_spec(*facts), arch_of(device)
     name = dispatch.choose(backend, spec, arch)
     tables = dispatch.capability(name).table_requests(spec, arch)
@@ -92,6 +92,7 @@ def _attend(
     return_lse: bool, backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v, facts = _check(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic)
+    dispatch.check_name(backend)
     if torch.compiler.is_compiling():
         plan = _Plan(*_make_plan_constant(q.device, backend, *facts))
     else:
@@ -119,11 +120,13 @@ def _check(
     validation.check_tensors(q, k, v)
     validation.check_layouts(q, k, layout_q, layout_kv, mask)
     kind: Kind = "broadcast_q" if layout_q is None else "self" if layout_q.offsets is layout_kv.offsets else "cross"
-    heads = (int(q.shape[1]), int(k.shape[1]), int(q.shape[2]), int(v.shape[2]))
+    # operator.index, unlike int, makes a constant of a symbolic size under torch.compile(dynamic=True).
+    heads = (index(q.shape[1]), index(k.shape[1]), index(q.shape[2]), index(v.shape[2]))
     scale = heads[2] ** -0.5 if scale is None else validation.check_scale("scale", scale)
     out_scale = validation.check_scale("out_scale", out_scale)
-    if isinstance(activation, list):
-        activation = tuple(activation)
+    if not isinstance(activation, str):
+        names = normalize_activation(activation, heads[0])
+        activation = names[0] if len(names) == 1 else names
     deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
     return q, k, v, (kind, q.dtype, heads, mask.code, activation, scale, out_scale, deterministic)
 

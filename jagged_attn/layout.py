@@ -113,6 +113,11 @@ class _Derived:
     other: "weakref.ReferenceType[Tensor]"
     other_version: int
 
+    def is_valid(self, offsets: Tensor) -> bool:
+        """Whether neither tensor was freed or written to since."""
+        other = self.other()
+        return other is not None and self.version == offsets._version and self.other_version == other._version
+
 
 _DERIVED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -134,18 +139,13 @@ def derived(offsets: Tensor, other: Tensor, key: Hashable, build: Callable[[], T
     entries: dict[Hashable, _Derived] = _DERIVED.setdefault(offsets, {})
     full_key = (key, id(other))
     entry = entries.get(full_key)
-    if (
-        entry is not None
-        and entry.version == offsets._version
-        and entry.other() is other
-        and entry.other_version == other._version
-    ):
+    if entry is not None and entry.other() is other and entry.is_valid(offsets):
         return entry.value
     # Also when this call runs in inference mode: a training step that comes later saves the value for its backward.
     with torch.inference_mode(False):
         value = build()
-    for dead in [k for k, e in entries.items() if e.other() is None]:
-        entries.pop(dead, None)
+    for stale in [k for k, e in entries.items() if not e.is_valid(offsets)]:
+        entries.pop(stale, None)
     entries[full_key] = _Derived(value, offsets._version, weakref.ref(other), other._version)
     return value
 

@@ -5,6 +5,7 @@ derive their loop bounds and their element tests from the same numbers.
 """
 
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, Literal, cast, get_args
 
 Align = Literal["bottom_right", "top_left"]
@@ -102,7 +103,7 @@ class SlidingWindow(Mask):
     @property
     def code(self) -> str:
         """See ``Mask.code``."""
-        left, right = ("-" if reach is None else reach for reach in (self.left, self.right))
+        left, right = ("-" if reach is None else index(reach) for reach in (self.left, self.right))
         return f"window:{left}:{right}:{self.align}"
 
 
@@ -157,7 +158,7 @@ class BlockDiagonal(Mask):
     @property
     def code(self) -> str:
         """See ``Mask.code``."""
-        return f"block:{self.size}"
+        return f"block:{index(self.size)}"
 
 
 def parse_mask(code: str) -> Mask:

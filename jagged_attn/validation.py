@@ -56,7 +56,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_layouts(q: Tensor, k: Tensor, layout_q: JaggedLayout | None, layout_kv: JaggedLayout, mask: Mask) -> None:
     """Check the layouts against the tensors, each other and the mask; ``layout_q`` is None for broadcast-Q."""
-    if not isinstance(mask, Mask):
+    if not isinstance(mask, Mask) or type(mask) is Mask:
         raise TypeError(f"mask must be Full(), Causal(), SlidingWindow(...) or BlockDiagonal(...), got {mask!r}.")
     is_self = layout_q is not None and layout_q.offsets is layout_kv.offsets
     for name, layout in (("layout_q", layout_q), ("layout_kv", layout_kv)):
@@ -78,8 +78,8 @@ def check_scale(name: str, scale: float) -> float:
     """``scale`` as a finite float."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(scale).__name__}.")
-    # Under torch.compile(dynamic=True) a float argument is a symbol; __float__ makes it the constant that it is to us.
-    number = scale.__float__()
+    # Under torch.compile(dynamic=True) a number is a symbol; __float__ makes it the constant that it is to us.
+    number = float(scale).__float__()
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {number}.")
     return number

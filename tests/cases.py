@@ -91,6 +91,8 @@ CASES = [
     Case("cross-keys-without-queries", lengths=(100, 100, 100), lengths_q=(150, 0, 150), heads=(2, 2)),
     Case("cross-many-trailing-empty", lengths=(9, 4) + (0,) * 40, lengths_q=(3, 8) + (0,) * 40),
     _masked("causal", ja.Causal(), lengths=EDGES, heads=(2, 2)),
+    Case("causal-negative-scale", options={"mask": ja.Causal(), "scale": -0.4}),
+    Case("causal-zero-scale", options={"mask": ja.Causal(), "scale": 0.0}),
     _masked("causal-cross", ja.Causal(), **_CROSS),
     _masked("causal-cross-top-left", ja.Causal("top_left"), **_CROSS),
     _masked("causal-grouped", ja.Causal(), lengths=(70, 3, 0, 129), heads=(4, 2)),

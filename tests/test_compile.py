@@ -83,6 +83,19 @@ def test_one_graph_serves_every_batch_forward_and_backward(kind: str, target: Ta
     torch._dynamo.reset()
 
 
+def test_sizes_and_numbers_that_dynamo_makes_symbols_stay_constants(target: Target) -> None:
+    def model(x: torch.Tensor, offsets: torch.Tensor, scale: float, reach: int) -> torch.Tensor:
+        mask = ja.SlidingWindow(reach, 0)
+        return ja.jagged_attention(x, x, x, offsets, mask=mask, scale=scale, backend=target.backend)
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    offsets = torch.tensor([0, 3, 3, 7], device=target.device)
+    for heads, scale, reach in ((4, 0.5, 1), (2, 1, 2), (3, 2, 3)):
+        x = torch.randn(7, heads, 16, device=target.device)
+        assert torch.equal(compiled(x, offsets, scale, reach), model(x, offsets, scale, reach))
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 def test_inductor_runs_what_eager_runs(target: Target) -> None:
     def model(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

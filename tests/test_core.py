@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jagged_attn as ja
 from jagged_attn.activations import ACTIVATIONS, ELEMENTWISE, normalize_activation
-from jagged_attn.layout import derived, row_bounds
+from jagged_attn.layout import _DERIVED, derived, row_bounds
 from jagged_attn.masks import parse_mask
 from jagged_attn.schedule.tiles import max_tiles, tile_table
 
@@ -95,6 +95,13 @@ class TestLayout:
         assert [get(), get()] == [3, 3]
         assert get(other=other.clone()) == 4
         assert get(other=other.clone()) == 5
+
+    def test_a_buffer_that_is_written_each_step_keeps_no_old_values(self) -> None:
+        offsets = torch.tensor([0, 2, 5])
+        for step in range(9):
+            offsets[1] = step % 5
+            derived(offsets, offsets, ("key", step), lambda: 0)
+        assert len(_DERIVED[offsets]) == 1
 
     def test_derived_values_die_with_their_tensor(self) -> None:
         class Value:
@@ -247,6 +254,9 @@ class TestErrors:
                 ja.jagged_attention(*args)
         for options, words in [
             ({"mask": "causal"}, "mask must be Full"),
+            ({"mask": ja.Mask()}, "mask must be Full"),
+            ({"activation": [["gelu"]] * 3}, "activation must be a name or a tuple of names"),
+            ({"backend": ["eager"]}, "backend must be a string, got list"),
             ({"activation": 3}, "activation must be a name or a tuple of names"),
             ({"scale": "1"}, "scale must be a float, got str"),
             ({"backend": None}, "backend must be a string, got NoneType"),

@@ -284,6 +284,34 @@ def test_double_backward_is_refused_clearly(target: Target) -> None:
         grads[0].sum().backward()
 
 
+def test_forward_mode_is_refused_clearly(target: Target) -> None:
+    inputs = BY_NAME["self-one-sequence"].inputs(torch.float32, target.device)
+    with pytest.raises(RuntimeError, match="does not support forward-mode"):
+        torch.func.jvp(
+            lambda q: call(dataclasses.replace(inputs, q=q), target.backend), (inputs.q,), (torch.ones_like(inputs.q),)
+        )
+
+
+def test_the_output_may_be_written_in_place(target: Target) -> None:
+    inputs = BY_NAME["self"].inputs(torch.float32, target.device)
+    q = inputs.q.requires_grad_()
+    out = call(dataclasses.replace(inputs, q=q), target.backend).clone()
+    written = call(dataclasses.replace(inputs, q=q), target.backend)
+    with torch.no_grad():
+        written += 1
+    assert torch.equal(written, out + 1)
+    assert written._base is None
+
+
+def test_a_layout_made_in_inference_mode_serves_a_training_step(target: Target) -> None:
+    inputs = BY_NAME["self"].inputs(torch.float32, target.device)
+    with torch.inference_mode():
+        layout = ja.JaggedLayout.from_lengths(torch.tensor(EDGES, device=target.device))
+    expected = run(inputs, target.backend)
+    actual = run(dataclasses.replace(inputs, layout_q=layout, layout_kv=layout), target.backend)
+    assert all(torch.equal(actual[x], expected[x]) for x in expected)
+
+
 def test_lse_is_not_differentiable(target: Target) -> None:
     inputs = BY_NAME["self-one-sequence"].inputs(torch.float32, target.device)
     out, lse = call(dataclasses.replace(inputs, q=inputs.q.requires_grad_()), target.backend, return_lse=True)

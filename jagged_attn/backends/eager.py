@@ -120,7 +120,11 @@ class _Packed:
     ) -> None:  # fmt: skip
         # One row more than the result: there RowIndex.scatter puts what is padding.
         self._rows = torch.empty((shape[0] + 1, *shape[1:]), dtype=dtype, device=device)
-        self.tensor = self._rows[:-1]
+        # Not a view of it to autograd, which forbids writing to a view that an operator returns.
+        strides = self._rows.stride()
+        self.tensor = torch.empty(0, dtype=dtype, device=device).set_(
+            self._rows.untyped_storage(), 0, tuple(shape), strides
+        )
         if not is_filled:
             self.tensor.fill_(background)
 
