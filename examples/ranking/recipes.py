@@ -22,8 +22,8 @@ _BASE = {
 CHOSEN: dict[tuple[str, Pooling], tuple[float, float]] = {
     ("synthetic", "attention"): (8e-3, 25.0),
     ("synthetic", "mean"): (8e-3, 25.0),
-    ("movielens", "attention"): (4e-3, 10.0),
-    ("movielens", "mean"): (4e-3, 10.0),
+    ("movielens", "attention"): (4e-3, 25.0),
+    ("movielens", "mean"): (2e-3, 25.0),
 }
 
 

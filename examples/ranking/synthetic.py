@@ -13,9 +13,10 @@ follows
 weighted by ``exp(-age_j / tau)``: what the user is after now counts most. Both are 0 without a history. The model sees
 items and ages, never categories, interests or qualities.
 
-So a pooled average of the history knows the long-term taste, and as interests drift slowly, something about the current
-one; to weigh events by age *and* category needs attention. ``p`` depends on the row's features alone, hence no model
-can beat the log-loss of ``p`` in expectation: that is the Bayes-optimal NE of the log.
+So a mean over the history knows the long-term taste, and, as interests drift slowly, something about the current one. A
+mean over normalised events can also learn to shrink old ones, but by their own age alone; attention weighs each event
+against the rest of its history, as the formula does. ``p`` depends on the row's features alone, hence no model can beat
+the log-loss of ``p`` in expectation: that is the Bayes-optimal NE of the log.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The command lines: what they write, that a resumed run writes the same, and one line for each wrong input."""
 
-import csv
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -12,14 +12,11 @@ import torch
 import train_ranking
 from ranking import summary
 from ranking.movielens import HEADER
+from ranking.outputs import read_csv
+from ranking.recipes import CHOSEN, DATA, EMBEDDING_BOOSTS, LEARNING_RATES, POOLINGS, recipe
 
 EXAMPLES = Path(train_ranking.__file__).parent
 TINY = ["--requests", "300", "--epochs", "2"]
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_a_run_writes_metrics_curves_and_checkpoint_and_says_so(
@@ -193,3 +190,27 @@ def test_results_are_written_with_provenance_table_and_picture(script: ModuleTyp
     assert "old" not in page
     assert "| synthetic | mean | 0, 1 |" in page
     assert (tmp_path / "ranking.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_recipes_are_the_best_rows_of_the_tuning_table() -> None:
+    rows = read_csv(EXAMPLES / "results" / "ranking_tuning.csv")
+    assert {row["held_out"] for row in rows} == {"validation"}
+    assert {row["seed"] for row in rows} == {str(ranking_results.TUNING_SEED)}
+    points = {(row["data"], row["pooling"], float(row["learning_rate"]), float(row["embedding_boost"])) for row in rows}
+    assert points == set(product(DATA, POOLINGS, LEARNING_RATES, EMBEDDING_BOOSTS))
+    assert summary.tuned(rows) == CHOSEN
+
+
+def test_runs_that_are_kept_are_not_repeated(script: ModuleType, tmp_path: Path) -> None:
+    options = ["--tune", "--data", "synthetic", "--pooling", "mean", "--requests", "60", "--out", str(tmp_path)]
+    assert script.main(options) == 0
+    table = tmp_path / "ranking_tuning.csv"
+    lines = table.read_text().splitlines(keepends=True)
+    epochs = recipe("synthetic", "mean", 0).epochs
+    assert len(lines) == 1 + epochs * len(LEARNING_RATES) * len(EMBEDDING_BOOSTS)
+    # Without its last run and with a mark in the others, the table shows what was run again.
+    table.write_text("".join(lines[:-epochs]).replace("validation", "kept"))
+    assert script.main([*options, "--keep"]) == 0
+    assert [row["held_out"] for row in read_csv(table)] == ["kept"] * (len(lines) - 1 - epochs) + [
+        "validation"
+    ] * epochs

@@ -182,7 +182,7 @@ def matching_log(count: int, seed: int) -> Requests:
 
 
 def test_attention_learns_that_the_last_event_decides() -> None:
-    dataset = Dataset("matching", Schema(6, 1, 1), matching_log(2000, seed=0), matching_log(500, seed=1))
+    dataset = Dataset("matching", Schema(6, 1, 1), matching_log(1500, seed=0), matching_log(500, seed=1))
     model = ModelConfig(embed_dim=16, dropout=0.0)
     run = trainer(dataset, epochs=6, batch_size=64, learning_rate=1e-2, hide_items=0.0, model=model)
     run.run()
