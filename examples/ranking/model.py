@@ -60,10 +60,7 @@ class RankingModel(nn.Module):
         self.embedding = _embedding(schema, config)
         self.layers = nn.ModuleList(HistoryLayer(config, pooling, backend) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(dim)
-        self.candidate_norm = nn.LayerNorm(dim)
-        self.target: nn.Module = (
-            JaggedTargetAttention(dim, config.num_heads, backend=backend) if pooling == "attention" else MeanPool(dim)
-        )
+        self.candidate_norm, self.target = _target(config, pooling, backend)
         self.dropout = nn.Dropout(config.dropout)
         self.mlp = nn.Sequential(
             nn.Linear(4 * dim, config.hidden), nn.ReLU(), nn.Dropout(config.dropout),
@@ -84,6 +81,15 @@ class RankingModel(nn.Module):
         taste = self.target(history, query).values()
         item, user = candidate.values(), embedded["user"].values()
         return self.mlp(torch.cat([item, taste, item * taste, user], dim=1)).squeeze(1)
+
+
+def _target(config: ModelConfig, pooling: Pooling, backend: str) -> tuple[nn.Module, nn.Module]:
+    """What is done to the candidates' queries, and what answers them; a mean asks for no query."""
+    dim = config.embed_dim
+    if pooling == "mean":
+        return nn.Identity(), MeanPool(dim)
+    # Embeddings start small; as plain queries they would score all events alike, and leave that state slowly.
+    return nn.LayerNorm(dim), JaggedTargetAttention(dim, config.num_heads, backend=backend)
 
 
 def _embedding(schema: Schema, config: ModelConfig) -> EmbeddingCollection:
