@@ -73,6 +73,7 @@ _MIX = ("softmax", "gelu", "silu", "softmax", "relu_square", "gelu")
 
 CASES = [
     Case("self", lengths=EDGES, dims=(24, 24)),
+    Case("self-short"),
     Case("self-one-sequence", lengths=(150,), heads=(2, 2)),
     Case("self-int32-offsets", offsets_dtype=torch.int32),
     Case("self-rows-of-no-sequence", extra_rows=150),
@@ -113,6 +114,7 @@ CASES = [
     Case("activation-mix-grouped", heads=(6, 2), options={"activation": _MIX}),
     Case("activation-mix-without-softmax", options={"activation": ("gelu", "silu", "relu")}),
     Case("broadcast-q", lengths=EDGES, num_shared_queries=5, dims=(24, 16)),
+    Case("broadcast-q-short", num_shared_queries=9),
     Case("broadcast-q-one-query", num_shared_queries=1),
     Case("broadcast-q-many-queries", num_shared_queries=129, heads=(2, 2), lengths=(3, 0, 65)),
     Case("broadcast-q-grouped-heads", num_shared_queries=33, heads=(4, 2)),
