@@ -7,7 +7,7 @@ With ``--keep``, runs that the CSV already has are not repeated; each row says w
 Exit code 1: a bar of the results is not met.
 """
 
-# ruff: noqa: E402  the environment comes before torch, whose OpenMP reads it while it loads
+# The environment comes before torch, whose OpenMP reads it while it loads
 import os
 
 # A thread that spins while it waits for another takes the core that the other needs: beside one busy process on two

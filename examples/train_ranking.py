@@ -7,7 +7,7 @@ Writes ``metrics.csv``, ``curves.png`` and ``checkpoint.pt`` to the output folde
 Exit code 2 and one line on standard error: an input or an option is wrong, and nothing was written.
 """
 
-# ruff: noqa: E402  the environment comes before torch, whose OpenMP reads it while it loads
+# The environment comes before torch, whose OpenMP reads it while it loads
 import os
 
 # A thread that spins while it waits for another takes the core that the other needs: beside one busy process on two
