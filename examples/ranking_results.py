@@ -7,11 +7,11 @@ With ``--keep``, runs that the CSV already has are not repeated; each row says w
 Exit code 1: a bar of the results is not met.
 """
 
-# The environment comes before torch, whose OpenMP reads it while it loads
 import os
 
-# A thread that spins while it waits for another takes the core that the other needs: beside one busy process on two
-# cores an epoch took 10 times as long (AMD EPYC, 22 s against 2.3 s for 2000 synthetic requests).
+# Before torch, whose OpenMP reads it while it loads. A thread that spins while it waits takes the core that the other
+# needs: beside another busy process, an epoch of `train_ranking.py --requests 2000` took 22 s with spinning and 2.3 s
+# without (two cores of an AMD EPYC).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
