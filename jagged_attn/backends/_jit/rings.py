@@ -1,0 +1,53 @@
+# mypy: allow-untyped-defs
+"""Rings of buffers, coordinates of ragged TMA maps, and the hand-out of work to the roles of a persistent kernel.
+
+A work item is one entry of a tile table for one head: item ``w`` is head ``w % H`` of entry ``w // H``, so that the
+heads of a tile, which read the same rows, run side by side. The load role takes items from one counter of the launch
+and passes each on through a slot in global memory, which every role can read, guarded by a ring of two barriers.
+"""
+
+import triton
+import triton.language as tl
+
+from .tlx import tlx
+
+# The extent of the ragged dimension in the maps of ``triton.tools.ragged_tma``.
+_EXTENT = tl.constexpr(2**30)
+
+
+@triton.jit
+def ring(count, STAGES: tl.constexpr):
+    """Buffer and phase of the ``count``-th use of a ring. A consumer waits for ``phase``, a producer for its flip."""
+    return count % STAGES, (count // STAGES) & 1
+
+
+@triton.jit
+def ragged(start, length, row, column):
+    """Coordinates of row ``row`` of a sequence in a ragged map: loads give 0 past its end, stores write nothing."""
+    start = start.to(tl.int32)
+    return _EXTENT, start + length, _EXTENT - length + row, column
+
+
+@triton.jit
+def publish(slots, item_full, item_empty, turn, item):
+    """Hand ``item``, or -1 for the end, to the other roles; ``turn`` counts the items of this CTA."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_empty[buf], phase ^ 1)
+    tl.store(slots + tl.program_id(0) * 2 + buf, item)
+    tlx.barrier_arrive(item_full[buf], 1)
+
+
+@triton.jit
+def receive(slots, item_full, item_empty, turn):
+    """The item that ``publish`` handed out at this turn."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_full[buf], phase)
+    item = tl.load(slots + tl.program_id(0) * 2 + buf, volatile=True)
+    tlx.barrier_arrive(item_empty[buf], 1)
+    return item
+
+
+@triton.jit
+def next_item(counter):
+    """A new item: those of the first round are the CTAs' own numbers, the rest come from the counter, from 0."""
+    return tl.num_programs(0) + tl.atomic_add(counter, 1)
