@@ -359,13 +359,12 @@ def test_global_state_is_left_alone(target: Target) -> None:
 
 @pytest.mark.parametrize(("fast", "slow"), [("fast_gelu", "gelu_tanh"), ("fast_silu", "silu")])
 def test_fast_activations_differ_by_at_most_a_thousandth(fast: str, slow: str, target: Target) -> None:
-    # One query a sequence of one key: out = act(q k) v with v = 1, so out is the activation itself.
+    # 241 queries of one key of 1: out = act(q k) v with v = 1, so out is the activation itself.
     x = torch.linspace(-12, 12, 241, device=target.device).view(-1, 1, 1)
-    one = torch.ones_like(x)
-    layout = ja.JaggedLayout.uniform(241, 1, target.device)
-    pad = torch.nn.functional.pad
+    one, pad = torch.ones_like(x[:1]), torch.nn.functional.pad
+    layout_q, layout_kv = (ja.JaggedLayout.uniform(1, length, target.device) for length in (241, 1))
     inputs = AttentionInputs(
-        pad(x, (0, 15)), pad(one, (0, 15)), one.expand(-1, -1, 16).contiguous(), layout, layout, one
+        pad(x, (0, 15)), pad(one, (0, 15)), one.expand(-1, -1, 16).contiguous(), layout_q, layout_kv, torch.ones_like(x)
     )
     outs = [call(inputs, target.backend, activation=name, scale=1.0) for name in (fast, slow)]
     assert (outs[0] - outs[1]).abs().max() <= 1e-3
