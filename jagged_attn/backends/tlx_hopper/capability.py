@@ -1,0 +1,62 @@
+"""What the Hopper backend runs, and the tile tables it wants. Imports torch alone."""
+
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from ...activations import SOFTMAX
+from ...masks import Full
+from ...schedule.hopper import forward_config
+from ...schedule.tiles import TableRequest
+from ...spec import AttentionSpec
+from ..base import Arch
+
+HEAD_DIMS = (64, 128)
+# One tile holds any sequence: a table of such tiles is the non-empty sequences in the order of their lengths.
+WHOLE_SEQUENCE = 2**30
+BACKWARD_BLOCK_KV = 128
+BROADCAST_Q_BLOCK_KV = 64
+
+
+@cache
+def _has_tlx() -> bool:
+    """Whether the installed triton carries TLX: found by its files, because triton itself is not to be imported."""
+    spec = find_spec("triton")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any((Path(folder) / "language" / "extra" / "tlx").is_dir() for folder in folders or ())
+
+
+def supports(spec: AttentionSpec, arch: Arch) -> str | None:
+    """See ``Capability.supports``."""
+    if arch.device_type != "cuda" or arch.is_hip or arch.capability is None:
+        return f"runs on NVIDIA GPUs, got device type {arch.device_type!r}"
+    if arch.capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), got {arch.capability}"
+    if spec.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {spec.dtype}"
+    if spec.head_dim not in HEAD_DIMS or spec.value_head_dim != spec.head_dim:
+        return f"takes equal head dims of 64 or 128, got {spec.head_dim} and {spec.value_head_dim}"
+    if len(spec.activation) > 1:
+        return f"takes one activation for all heads, got {spec.activation}"
+    if spec.activation[0] == SOFTMAX and spec.scale <= 0:
+        return f"takes a positive scale with the softmax, got {spec.scale}"
+    if spec.kind == "broadcast_q":
+        if not isinstance(spec.mask, Full):
+            return f"takes broadcast-Q without a mask only, got {spec.mask}"
+        if spec.group_size > 1:
+            return f"takes broadcast-Q with as many key heads as heads only, got {spec.num_kv_heads} of {spec.num_heads}"
+    elif spec.deterministic:
+        return "adds up the gradient of q in no fixed order, so it does not run with deterministic=True"
+    if not _has_tlx():
+        return "needs TLX, which comes with fbtriton (pip install --no-deps fbtriton==3.7.4) and not with this triton"
+    return None
+
+
+def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
+    """See ``Capability.table_requests``: of the forward and of the backward."""
+    if spec.kind == "broadcast_q":
+        return TableRequest("kv", WHOLE_SEQUENCE, "kv"), TableRequest("kv", BROADCAST_Q_BLOCK_KV, "kv")
+    block_q = forward_config(spec.head_dim, None).block_q
+    return TableRequest("q", block_q, "kv"), TableRequest("kv", BACKWARD_BLOCK_KV, "q")

@@ -1,0 +1,76 @@
+"""Sizes of the Hopper kernels: what is legal, and what is chosen for a call."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+# Shared memory of an sm_90 CTA, and of a multiprocessor when two CTAs share it (1 KiB of each is the system's).
+_SHARED_LIMIT = {1: 232_448, 2: 115_712}
+# Rows of one wgmma.
+ROWS = 64
+# Barriers take 8 bytes each and come after the tiles; with their alignment no kernel here needs more.
+_BARRIER_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """The sizes of the forward kernel.
+
+    Attributes:
+        block_kv: keys of a block.
+        groups: consumer warp groups, 64 query rows each.
+        k_stages: blocks of keys in flight.
+        v_stages: blocks of values in flight.
+        registers: of a thread of a consumer group.
+        turns: whether the two groups take turns at issuing products.
+        ctas_per_processor: CTAs that share a multiprocessor.
+    """
+
+    block_kv: int
+    groups: int
+    k_stages: int
+    v_stages: int
+    registers: int
+    turns: bool
+    ctas_per_processor: int = 1
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a CTA."""
+        return ROWS * self.groups
+
+    @property
+    def max_registers(self) -> int | None:
+        """The compiler's limit, which makes room for a second CTA; ``None``: its own."""
+        return 128 if self.ctas_per_processor == 2 else None
+
+    def shared_bytes(self, head_dim: int, itemsize: int) -> int:
+        """Shared memory of a CTA: queries and output, keys, values, barriers."""
+        rows = 2 * self.block_q + (self.k_stages + self.v_stages) * self.block_kv
+        return rows * head_dim * itemsize + _BARRIER_BYTES
+
+    def refusal(self, head_dim: int, itemsize: int) -> str | None:
+        """Why this config does not run such a call; ``None`` if it does."""
+        if self.turns and self.groups != 2:
+            return f"turns are for two groups, got {self.groups}"
+        needed, limit = self.shared_bytes(head_dim, itemsize), _SHARED_LIMIT[self.ctas_per_processor]
+        if needed > limit:
+            return f"{self} needs {needed} bytes of shared memory, of {limit}"
+        return None
+
+
+# Measured on an H200: docs/performance-log.md.
+_PAIR = {64: ForwardConfig(128, 2, 3, 3, 240, True), 128: ForwardConfig(128, 2, 2, 2, 240, True)}
+_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 2), 128: ForwardConfig(64, 1, 3, 2, 208, False, 2)}
+
+
+@lru_cache(maxsize=256)
+def forward_config(head_dim: int, num_queries: int | None) -> ForwardConfig:
+    """The config of the forward kernel.
+
+    Args:
+        head_dim: D, 64 or 128.
+        num_queries: S of broadcast-Q; ``None`` for self and cross attention.
+    """
+    if num_queries is not None and num_queries <= ROWS:
+        return _SINGLE[head_dim]
+    return _PAIR[head_dim]
