@@ -1,0 +1,613 @@
+# mypy: allow-untyped-defs
+"""Hopper kernels of the broadcast-Q backward: K and V are streamed once, and dQ stays in registers till the end.
+
+The shared queries of a head stay in shared memory. A CTA has one head for its whole life, so what its tiles give to dQ
+adds up in registers; it leaves once, to a workspace that ``reduce_parts`` adds up in a fixed order. A CTA takes its
+key tiles in chunks: runs of entries of the tile table. Multiprocessors do not get equal bandwidth, so the chunks are
+handed out by a counter for each head, or dealt out in turn if dQ has to repeat bit for bit.
+
+Two kernels: up to 64 queries are one operand, and the two consumer groups take whole key tiles in turn; up to 128 are
+two halves, one a group, which meet in shared memory for dK and dV.
+
+Nothing is masked. Loads are clipped to the sequence, so what lies past its end, and dO of the rows that belong to no
+sequence, is 0 and gives 0 to every product: every activation of 0 is 0, and softmax takes ``lse = inf`` for queries
+that do not exist. Keys that do not exist have a P that is not 0, but finite; it meets K = 0 in dQ, and its rows of dK
+and dV are not stored. So a mask would have to be added for other masks than ``Full``; grouped heads would need sums
+over the heads of a group, which sit in other CTAs.
+"""
+
+import triton
+import triton.language as tl
+
+from .._jit.jagged import count_tiles, sequence_rows
+from .._jit.rings import publish, ragged, receive, ring
+from .._jit.scores import LOG2E, activate, derivative
+from .._jit.tlx import tlx
+
+# Rows of a key tile.
+KEYS = tl.constexpr(64)
+# Rows of a query tile, where the queries are two halves.
+_HALF = tl.constexpr(64)
+# bf16 or fp16.
+_ITEM_BYTES = tl.constexpr(2)
+
+
+@triton.jit
+def _run(table, offsets, tile, end, num_sequences, total_kv):
+    """The tiles of one sequence that begin with entry ``tile`` of the table and end with the sequence or the chunk.
+
+    Returns:
+        ``b, start, rows, keys, first, tiles``: the sequence; its first row and its rows, which are stored; how many of
+        them are read: none of the rows that belong to no sequence; the first tile's row in it; the number of tiles.
+    """
+    b = tl.load(table + 2 * tile)
+    first = tl.load(table + 2 * tile + 1)
+    start, rows = sequence_rows(offsets, b, num_sequences, total_kv)
+    keys = tl.where(b < num_sequences, rows, 0)
+    tiles = tl.minimum(tl.cdiv(rows - first, KEYS), end - tile)
+    # Offsets that changed since the table was made must not make a loop endless.
+    return b, start.to(tl.int32), rows, keys, first, tl.maximum(tiles, 1)
+
+
+@triton.jit
+def _chunk(control, chunk_tiles, H: tl.constexpr):
+    """Entries of the table, and chunks that they make. ``control``: counters ``[H]``, entries, slots ``[CTAs, 2]``."""
+    entries = tl.load(control + H)
+    return entries, tl.cdiv(entries, chunk_tiles)
+
+
+@triton.jit
+def _next_chunk(control, chunk, H: tl.constexpr, DYNAMIC: tl.constexpr):
+    """The chunk after ``chunk``. The first of each CTA is its own number among the CTAs of its head."""
+    parts = tl.num_programs(0) // H
+    if DYNAMIC:
+        chunk = parts + tl.atomic_add(control + tl.program_id(0) % H, 1)
+    else:
+        chunk += parts
+    return chunk
+
+
+@triton.jit
+def _weights(s, row_lse, scale, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
+    """P, and what dP has to be multiplied by, from Q K^T; ``scale`` goes with base 2 for softmax."""
+    if ACT == "softmax":
+        # Never above 1 but for rounding, save for keys that do not exist, where it could overflow.
+        p = tl.math.exp2(tl.minimum(s * scale - row_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        return p, p
+    else:
+        return activate(s * scale, ACT, FAST_TANH), derivative(s * scale, ACT, FAST_TANH)
+
+
+@triton.jit
+def _statistics(stats, b, head, H: tl.constexpr, ROWS: tl.constexpr):
+    """Where lse and, ROWS further, delta of a sequence and head begin."""
+    return stats + (b.to(tl.int64) * H + head) * (2 * ROWS)
+
+
+@triton.jit
+def _store(desc, tile, value, start, rows, row, column, name: tl.constexpr):
+    """Registers to shared memory to global memory, by one group; ``name`` is its named barrier."""
+    tlx.local_store(tile, value)
+    tlx.fence("async_shared")
+    tlx.named_barrier_wait(name, 128)
+    c0, c1, c2, c3 = ragged(start, rows, row, column)
+    tlx.async_descriptor_store(desc, tile, [c0, c1, c2, c3])
+
+
+# --- Up to 64 queries ---
+
+
+@triton.jit
+def _load_in_turns(
+    desc_q, desc_k, desc_v, desc_do, table, offsets, control, num_sequences, num_queries, total_kv, chunk_tiles,
+    q_tile, do_tiles, k_tiles, v_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, v_full, kv_empty,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, DO_STAGES: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % H
+    column = head * D
+    tlx.barrier_expect_bytes(q_full[0], ROWS * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_q, q_tile[0], [0, column], q_full[0])
+    slots = control + H + 1
+    entries, chunks = _chunk(control, chunk_tiles, H)
+    chunk = tl.program_id(0) // H
+    turn = 0
+    runs = 0
+    count = 0
+    while chunk < chunks:
+        publish(slots, chunk_full, chunk_empty, turn, chunk)
+        tile = chunk * chunk_tiles
+        end = tl.minimum(tile + chunk_tiles, entries)
+        while tile < end:
+            b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
+            queries = tl.where(b < num_sequences, num_queries, 0)
+            do_buf, do_phase = ring(runs, DO_STAGES)
+            tlx.barrier_wait(do_empty[do_buf], do_phase ^ 1)
+            tlx.barrier_expect_bytes(do_full[do_buf], ROWS * D * _ITEM_BYTES)
+            c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
+            tlx.async_descriptor_load(desc_do, do_tiles[do_buf], [c0, c1, c2, c3], do_full[do_buf])
+            for n in range(tiles):
+                buf, phase = ring(count, STAGES)
+                tlx.barrier_wait(kv_empty[buf], phase ^ 1)
+                c0, c1, c2, c3 = ragged(start, keys, first + n * KEYS, column)
+                tlx.barrier_expect_bytes(k_full[buf], KEYS * D * _ITEM_BYTES)
+                tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
+                tlx.barrier_expect_bytes(v_full[buf], KEYS * D * _ITEM_BYTES)
+                tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
+                count += 1
+            runs += 1
+            tile += tiles
+        turn += 1
+        chunk = _next_chunk(control, chunk, H, DYNAMIC)
+    publish(slots, chunk_full, chunk_empty, turn, -1)
+
+
+@triton.jit
+def _take_turns(
+    desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+    score_scale, grad_scale, out_scale, q_tile, do_tiles, k_tiles, v_tiles, ds_tiles, dq_tiles,
+    q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, v_full, kv_empty,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, DO_STAGES: tl.constexpr,
+    DV_FIRST: tl.constexpr, SCALES_OUT: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr,
+):  # fmt: skip
+    """S^T, dP^T, dV, dK and a share of dQ of every second tile: rows are keys, columns are queries."""
+    g: tl.constexpr = tlx.async_task_replica_id()
+    dtype: tl.constexpr = tlx.dtype_of(desc_dk)
+    head = tl.program_id(0) % H
+    column = head * D
+    i = tl.arange(0, ROWS)
+    slots = control + H + 1
+    entries, _ = _chunk(control, chunk_tiles, H)
+    # wgmma has no tile of 32 rows: dQ of 32 queries is made transposed.
+    if ROWS < 64:
+        dq = tl.zeros((D, ROWS), tl.float32)
+    else:
+        dq = tl.zeros((ROWS, D), tl.float32)
+    runs = 0
+    count = 0
+    last = -1
+    turn = 0
+    tlx.barrier_wait(q_full[0], 0)
+    chunk = receive(slots, chunk_full, chunk_empty, turn)
+    while chunk >= 0:
+        tile = chunk * chunk_tiles
+        end = tl.minimum(tile + chunk_tiles, entries)
+        while tile < end:
+            b, start, rows, _, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
+            row_stats = _statistics(stats, b, head, H, ROWS)
+            do_buf, do_phase = ring(runs, DO_STAGES)
+            tlx.barrier_wait(do_full[do_buf], do_phase)
+            # The tiles of a CTA alternate between the groups, across runs and chunks.
+            for n in range((count + g) % 2, tiles, 2):
+                buf, phase = ring(count + n, STAGES)
+                row_lse = 0.0
+                if ACT == "softmax":
+                    # Loaded for each tile, from the L1 cache: they would take 64 registers.
+                    row_lse = tl.load(row_stats + i)[None, :]
+                    row_delta = tl.load(row_stats + ROWS + i)[None, :]
+                tlx.barrier_wait(k_full[buf], phase)
+                s = tlx.async_dot(k_tiles[buf], tlx.local_trans(q_tile[0]))
+                tlx.barrier_wait(v_full[buf], phase)
+                dp = tlx.async_dot(v_tiles[buf], tlx.local_trans(do_tiles[do_buf]))
+                s = tlx.async_dot_wait(1, s)
+                # By now the stores of this group's last tile have read its buffers.
+                tlx.async_descriptor_store_wait(0)
+                if last >= 0:
+                    tlx.barrier_arrive(kv_empty[last], 1)
+                p, slope = _weights(s, row_lse, score_scale, ACT, FAST_TANH)
+                p_half = p.to(dtype)
+                if DV_FIRST:
+                    dv = tlx.async_dot(p_half, do_tiles[do_buf])
+                    dp = tlx.async_dot_wait(1, dp)
+                else:
+                    dp = tlx.async_dot_wait(0, dp)
+                if ACT == "softmax":
+                    ds = (slope * (dp * grad_scale - row_delta)).to(dtype)
+                else:
+                    ds = (slope * (dp * grad_scale)).to(dtype)
+                tlx.local_store(ds_tiles[g], ds)
+                tlx.fence("async_shared")
+                tlx.named_barrier_wait(9 + g, 128)
+                if not DV_FIRST:
+                    dv = tlx.async_dot(p_half, do_tiles[do_buf])
+                if ROWS < 64:
+                    dq = tlx.async_dot(tlx.local_trans(k_tiles[buf]), ds_tiles[g], dq)
+                else:
+                    dq = tlx.async_dot(tlx.local_trans(ds_tiles[g]), k_tiles[buf], dq)
+                # dV takes V's buffer, which dP has read; dK takes K's once dQ has read it.
+                dv = tlx.async_dot_wait(1, dv)
+                if SCALES_OUT:
+                    dv *= out_scale
+                _store(desc_dv, v_tiles[buf], dv.to(dtype), start, rows, first + n * KEYS, column, 9 + g)
+                dk = tlx.async_dot(ds, q_tile[0])
+                dq = tlx.async_dot_wait(1, dq)
+                dk = tlx.async_dot_wait(0, dk)
+                _store(desc_dk, k_tiles[buf], dk.to(dtype), start, rows, first + n * KEYS, column, 9 + g)
+                last = buf
+            tlx.barrier_arrive(do_empty[do_buf], 1)
+            count += tiles
+            runs += 1
+            tile += tiles
+        turn += 1
+        chunk = receive(slots, chunk_full, chunk_empty, turn)
+    tlx.async_descriptor_store_wait(0)
+    # dQ lies over K: the other group has to be done with it too.
+    tlx.named_barrier_wait(12, 256)
+    tlx.local_store(dq_tiles[g], dq)
+    tlx.fence("async_shared")
+    tlx.named_barrier_wait(9 + g, 128)
+    part = (tl.program_id(0) // H * 2 + g) * H + head
+    if ROWS < 64:
+        tlx.async_descriptor_store(desc_parts, dq_tiles[g], [part * D, 0])
+    else:
+        tlx.async_descriptor_store(desc_parts, dq_tiles[g], [part * ROWS, 0])
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "total_kv", "chunk_tiles"])
+def backward_64(
+    desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, stats, table, offsets, control,
+    num_sequences, num_queries, total_kv, chunk_tiles, score_scale, grad_scale, out_scale,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, DO_STAGES: tl.constexpr,
+    DV_FIRST: tl.constexpr, DYNAMIC: tl.constexpr, SCALES_OUT: tl.constexpr, ACT: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+):  # fmt: skip
+    """dK, dV and partial dQ of up to ROWS (32 or 64) queries. Grid: a multiple of H.
+
+    ``desc_parts``: the workspace ``[CTAs / H, 2, H, ROWS, D]`` as rows; ``[..., D, ROWS]`` for 32 rows.
+
+    | barrier | count | arrives | waits |
+    |---|---|---|---|
+    | q_full, do_full, k_full, v_full | 1 + bytes | load | groups (q, dO: both; K, V: the one whose turn it is) |
+    | chunk_full | 1 | load | both groups |
+    | chunk_empty, do_empty | 2 | both groups | load |
+    | kv_empty | 1 | the group whose turn it was, when dK and dV have left | load |
+    | named 9, 10 | 128 threads | group 0, group 1 | the same: what its threads wrote is there |
+    | named 12 | 256 threads | both groups | both: K's buffers are free for dQ |
+    """
+    dtype: tl.constexpr = tlx.dtype_of(desc_k)
+    q_tile = tlx.local_alloc((ROWS, D), dtype, 1)
+    do_tiles = tlx.local_alloc((ROWS, D), dtype, DO_STAGES)
+    # dQ of both groups lies over K.
+    k_or_dq = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
+    k_tiles = tlx.local_alloc((KEYS, D), dtype, STAGES, reuse=k_or_dq)
+    if ROWS < 64:
+        dq_tiles = tlx.local_alloc((D, ROWS), tl.float32, 2, reuse=k_or_dq)
+    else:
+        dq_tiles = tlx.local_alloc((ROWS, D), tl.float32, 2, reuse=k_or_dq)
+    v_tiles = tlx.local_alloc((KEYS, D), dtype, STAGES)
+    ds_tiles = tlx.local_alloc((KEYS, ROWS), dtype, 2)
+    q_full = tlx.alloc_barriers(1)
+    chunk_full = tlx.alloc_barriers(2)
+    chunk_empty = tlx.alloc_barriers(2, 2)
+    do_full = tlx.alloc_barriers(DO_STAGES)
+    do_empty = tlx.alloc_barriers(DO_STAGES, 2)
+    k_full = tlx.alloc_barriers(STAGES)
+    v_full = tlx.alloc_barriers(STAGES)
+    kv_empty = tlx.alloc_barriers(STAGES)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            _load_in_turns(
+                desc_q, desc_k, desc_v, desc_do, table, offsets, control, num_sequences, num_queries, total_kv,
+                chunk_tiles, q_tile, do_tiles, k_tiles, v_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty,
+                k_full, v_full, kv_empty, H, D, ROWS, STAGES, DO_STAGES, DYNAMIC,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=240, replicate=2):
+            _take_turns(
+                desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+                score_scale, grad_scale, out_scale, q_tile, do_tiles, k_tiles, v_tiles, ds_tiles, dq_tiles,
+                q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, v_full, kv_empty,
+                H, D, ROWS, STAGES, DO_STAGES, DV_FIRST, SCALES_OUT, ACT, FAST_TANH,
+            )  # fmt: skip
+
+
+# --- Up to 128 queries ---
+
+
+@triton.jit
+def _load_halves(
+    desc_q, desc_k, desc_v, desc_do, table, offsets, control, num_sequences, num_queries, total_kv, chunk_tiles,
+    q_tiles, do_tiles, k_tiles, v_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty,
+    k_full, k_empty, v_full, v_empty,
+    H: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, DYNAMIC: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % H
+    column = head * D
+    tlx.barrier_expect_bytes(q_full[0], 2 * _HALF * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_q, q_tiles[0], [0, column], q_full[0])
+    tlx.async_descriptor_load(desc_q, q_tiles[1], [_HALF, column], q_full[0])
+    # A tile of no rows, all zeros, comes before the first, so that every tile has one before it.
+    c0, c1, c2, c3 = ragged(column * 0, 0, 0, column)
+    tlx.barrier_expect_bytes(do_full[0], 2 * _HALF * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_do, do_tiles[0], [c0, c1, c2, c3], do_full[0])
+    tlx.async_descriptor_load(desc_do, do_tiles[1], [c0, c1, c2, c3], do_full[0])
+    tlx.barrier_expect_bytes(k_full[0], KEYS * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_k, k_tiles[0], [c0, c1, c2, c3], k_full[0])
+    tlx.barrier_expect_bytes(v_full[0], KEYS * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_v, v_tiles[0], [c0, c1, c2, c3], v_full[0])
+    slots = control + H + 1
+    entries, chunks = _chunk(control, chunk_tiles, H)
+    chunk = tl.program_id(0) // H
+    turn = 0
+    runs = 1
+    count = 1
+    while chunk < chunks:
+        publish(slots, chunk_full, chunk_empty, turn, chunk)
+        tile = chunk * chunk_tiles
+        end = tl.minimum(tile + chunk_tiles, entries)
+        while tile < end:
+            b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
+            queries = tl.where(b < num_sequences, num_queries, 0)
+            do_buf, do_phase = ring(runs, 2)
+            tlx.barrier_wait(do_empty[do_buf], do_phase ^ 1)
+            tlx.barrier_expect_bytes(do_full[do_buf], 2 * _HALF * D * _ITEM_BYTES)
+            c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
+            tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf], [c0, c1, c2, c3], do_full[do_buf])
+            tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf + 1], [c0, c1, c2 + _HALF, c3], do_full[do_buf])
+            for n in range(tiles):
+                buf, phase = ring(count, STAGES)
+                c0, c1, c2, c3 = ragged(start, keys, first + n * KEYS, column)
+                # V first: its buffer comes free half a tile before K's.
+                tlx.barrier_wait(v_empty[buf], phase ^ 1)
+                tlx.barrier_expect_bytes(v_full[buf], KEYS * D * _ITEM_BYTES)
+                tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
+                tlx.barrier_wait(k_empty[buf], phase ^ 1)
+                tlx.barrier_expect_bytes(k_full[buf], KEYS * D * _ITEM_BYTES)
+                tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
+                count += 1
+            runs += 1
+            tile += tiles
+        turn += 1
+        chunk = _next_chunk(control, chunk, H, DYNAMIC)
+    publish(slots, chunk_full, chunk_empty, turn, -1)
+
+
+@triton.jit
+def _keys_gradient(p_tiles, ds_tiles, do_tiles, q_tiles, do_buf, g: tl.constexpr):
+    """Group 0: dV = P^T dO; group 1: dK = dS^T Q; over both halves of the queries. Two products in flight."""
+    if g == 0:
+        x = tlx.async_dot(tlx.local_trans(p_tiles[0]), do_tiles[2 * do_buf])
+        x = tlx.async_dot(tlx.local_trans(p_tiles[1]), do_tiles[2 * do_buf + 1], x)
+    else:
+        x = tlx.async_dot(tlx.local_trans(ds_tiles[0]), q_tiles[0])
+        x = tlx.async_dot(tlx.local_trans(ds_tiles[1]), q_tiles[1], x)
+    return x
+
+
+@triton.jit
+def _store_keys_gradient(desc_dk, desc_dv, x_tiles, start, rows, row, column, g: tl.constexpr):
+    c0, c1, c2, c3 = ragged(start, rows, row, column)
+    if g == 0:
+        tlx.async_descriptor_store(desc_dv, x_tiles[g], [c0, c1, c2, c3])
+    else:
+        tlx.async_descriptor_store(desc_dk, x_tiles[g], [c0, c1, c2, c3])
+
+
+@triton.jit
+def _take_halves(
+    desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+    score_scale, grad_scale, out_scale, q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, x_tiles, dq_tiles,
+    q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty,
+    H: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, SCALES_OUT: tl.constexpr, ACT: tl.constexpr,
+    FAST_TANH: tl.constexpr,
+):  # fmt: skip
+    """S, dP and dQ of one half of the queries, and dV (group 0) or dK (group 1): rows are queries, columns are keys.
+
+    S and dP of a tile are issued before dQ, dV and dK of the tile before it, which hide the softmax.
+    """
+    g: tl.constexpr = tlx.async_task_replica_id()
+    dtype: tl.constexpr = tlx.dtype_of(desc_dk)
+    head = tl.program_id(0) % H
+    column = head * D
+    i = g * _HALF + tl.arange(0, _HALF)
+    slots = control + H + 1
+    entries, _ = _chunk(control, chunk_tiles, H)
+    dq = tl.zeros((_HALF, D), tl.float32)
+    # The tile of no rows: its P and dS.
+    tlx.local_store(p_tiles[g], tl.zeros((_HALF, KEYS), dtype))
+    tlx.local_store(ds_tiles[g], tl.zeros((_HALF, KEYS), dtype))
+    tlx.fence("async_shared")
+    tlx.named_barrier_wait(11, 256)
+    tlx.barrier_wait(q_full[0], 0)
+    tlx.barrier_wait(do_full[0], 0)
+    tlx.barrier_wait(k_full[0], 0)
+    tlx.barrier_wait(v_full[0], 0)
+    tlx.barrier_arrive(v_empty[0], 1)
+    last_buf = 0
+    last_do = 0
+    last_start = 0
+    last_rows = 0
+    last_row = 0
+    runs = 1
+    count = 1
+    turn = 0
+    chunk = receive(slots, chunk_full, chunk_empty, turn)
+    while chunk >= 0:
+        tile = chunk * chunk_tiles
+        end = tl.minimum(tile + chunk_tiles, entries)
+        while tile < end:
+            b, start, rows, _, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
+            do_buf, do_phase = ring(runs, 2)
+            row_lse = 0.0
+            if ACT == "softmax":
+                row_stats = _statistics(stats, b, head, H, 2 * _HALF)
+                row_lse = tl.load(row_stats + i)[:, None]
+                row_delta = tl.load(row_stats + 2 * _HALF + i)[:, None]
+            for n in range(tiles):
+                buf, phase = ring(count, STAGES)
+                tlx.barrier_wait(k_full[buf], phase)
+                s = tlx.async_dot(q_tiles[g], tlx.local_trans(k_tiles[buf]))
+                if n == 0:
+                    tlx.barrier_wait(do_full[do_buf], do_phase)
+                tlx.barrier_wait(v_full[buf], phase)
+                dq = tlx.async_dot(ds_tiles[g], k_tiles[last_buf], dq)
+                dp = tlx.async_dot(do_tiles[2 * do_buf + g], tlx.local_trans(v_tiles[buf]))
+                x = _keys_gradient(p_tiles, ds_tiles, do_tiles, q_tiles, last_do, g)
+                s = tlx.async_dot_wait(4, s)
+                p, slope = _weights(s, row_lse, score_scale, ACT, FAST_TANH)
+                dq = tlx.async_dot_wait(3, dq)
+                tlx.barrier_arrive(k_empty[last_buf], 1)
+                dp = tlx.async_dot_wait(2, dp)
+                tlx.barrier_arrive(v_empty[buf], 1)
+                if ACT == "softmax":
+                    ds = (slope * (dp * grad_scale - row_delta)).to(dtype)
+                else:
+                    ds = (slope * (dp * grad_scale)).to(dtype)
+                p_half = p.to(dtype)
+                x = tlx.async_dot_wait(0, x)
+                if SCALES_OUT and g == 0:
+                    x *= out_scale
+                tlx.async_descriptor_store_wait(0)
+                # Both groups are done with P, dS and dO of the tile before.
+                tlx.named_barrier_wait(12, 256)
+                if n == 0:
+                    tlx.barrier_arrive(do_empty[last_do], 1)
+                tlx.local_store(p_tiles[g], p_half)
+                tlx.local_store(ds_tiles[g], ds)
+                tlx.local_store(x_tiles[g], x.to(dtype))
+                tlx.fence("async_shared")
+                tlx.named_barrier_wait(11, 256)
+                _store_keys_gradient(desc_dk, desc_dv, x_tiles, last_start, last_rows, last_row, column, g)
+                last_buf = buf
+                last_do = do_buf
+                last_start = start
+                last_rows = rows
+                last_row = first + n * KEYS
+                count += 1
+            runs += 1
+            tile += tiles
+        turn += 1
+        chunk = receive(slots, chunk_full, chunk_empty, turn)
+    dq = tlx.async_dot(ds_tiles[g], k_tiles[last_buf], dq)
+    x = _keys_gradient(p_tiles, ds_tiles, do_tiles, q_tiles, last_do, g)
+    dq = tlx.async_dot_wait(2, dq)
+    x = tlx.async_dot_wait(0, x)
+    if SCALES_OUT and g == 0:
+        x *= out_scale
+    tlx.async_descriptor_store_wait(0)
+    # dQ lies over dO: the other group has to be done with it too.
+    tlx.named_barrier_wait(12, 256)
+    tlx.local_store(x_tiles[g], x.to(dtype))
+    tlx.local_store(dq_tiles[g], dq)
+    tlx.fence("async_shared")
+    tlx.named_barrier_wait(9 + g, 128)
+    _store_keys_gradient(desc_dk, desc_dv, x_tiles, last_start, last_rows, last_row, column, g)
+    part = tl.program_id(0) // H * H + head
+    tlx.async_descriptor_store(desc_parts, dq_tiles[g], [(part * 2 + g) * _HALF, 0])
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "total_kv", "chunk_tiles"])
+def backward_128(
+    desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, stats, table, offsets, control,
+    num_sequences, num_queries, total_kv, chunk_tiles, score_scale, grad_scale, out_scale,
+    H: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, DYNAMIC: tl.constexpr, SCALES_OUT: tl.constexpr,
+    ACT: tl.constexpr, FAST_TANH: tl.constexpr,
+):  # fmt: skip
+    """dK, dV and partial dQ of 65 to 128 queries. Grid: a multiple of H.
+
+    ``desc_parts``: the workspace ``[CTAs / H, H, 128, D]`` as rows. The ring of dO has two buffers of two halves.
+
+    | barrier | count | arrives | waits |
+    |---|---|---|---|
+    | q_full, do_full, k_full, v_full | 1 + bytes | load | both groups |
+    | chunk_full | 1 | load | both groups |
+    | chunk_empty, do_empty, k_empty, v_empty | 2 | both groups | load |
+    | named 9, 10 | 128 threads | group 0, group 1 | the same: what its threads wrote is there |
+    | named 11 | 256 threads | both groups | both: P, dS, dK and dV of a tile are there |
+    | named 12 | 256 threads | both groups | both: the tile's P, dS and dO are read |
+    """
+    dtype: tl.constexpr = tlx.dtype_of(desc_k)
+    q_tiles = tlx.local_alloc((_HALF, D), dtype, 2)
+    do_tiles = tlx.local_alloc((_HALF, D), dtype, 4)
+    p_tiles = tlx.local_alloc((_HALF, KEYS), dtype, 2)
+    ds_tiles = tlx.local_alloc((_HALF, KEYS), dtype, 2)
+    k_tiles = tlx.local_alloc((KEYS, D), dtype, STAGES)
+    v_tiles = tlx.local_alloc((KEYS, D), dtype, STAGES)
+    # dV of group 0, dK of group 1: buffers of their own let K and V go as soon as the products have read them.
+    x_tiles = tlx.local_alloc((KEYS, D), dtype, 2)
+    dq_tiles = tlx.local_alloc((_HALF, D), tl.float32, 2, reuse=do_tiles)
+    q_full = tlx.alloc_barriers(1)
+    chunk_full = tlx.alloc_barriers(2)
+    chunk_empty = tlx.alloc_barriers(2, 2)
+    do_full = tlx.alloc_barriers(2)
+    do_empty = tlx.alloc_barriers(2, 2)
+    k_full = tlx.alloc_barriers(STAGES)
+    k_empty = tlx.alloc_barriers(STAGES, 2)
+    v_full = tlx.alloc_barriers(STAGES)
+    v_empty = tlx.alloc_barriers(STAGES, 2)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            _load_halves(
+                desc_q, desc_k, desc_v, desc_do, table, offsets, control, num_sequences, num_queries, total_kv,
+                chunk_tiles, q_tiles, do_tiles, k_tiles, v_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty,
+                k_full, k_empty, v_full, v_empty, H, D, STAGES, DYNAMIC,
+            )  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=240, replicate=2):
+            _take_halves(
+                desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+                score_scale, grad_scale, out_scale, q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, x_tiles,
+                dq_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty,
+                H, D, STAGES, SCALES_OUT, ACT, FAST_TANH,
+            )  # fmt: skip
+
+
+# --- Before and after ---
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "max_tiles", "do_row"])
+def prepare(
+    do, out, lse, stats, table, control, num_sequences, num_queries, max_tiles, do_row, scale,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
+):  # fmt: skip
+    """Set the counters to 0, count the table's entries, and write what softmax needs: ``stats [B + 1, H, 2, ROWS]``.
+
+    They are lse in base 2 and ``scale * rowsum(dO * O)``. Where there is no query or no key, lse is inf and the sum 0:
+    P = 0. Entry B is for the rows that belong to no sequence. One program for BLOCK rows of ROWS, head and entry; a
+    single one for element-wise activations.
+    """
+    program = tl.program_id(0)
+    if program == 0:
+        for h in range(H):
+            tl.store(control + h, 0)
+        tl.store(control + H, count_tiles(table, max_tiles))
+    if ACT == "softmax":
+        blocks: tl.constexpr = ROWS // BLOCK
+        i = program % blocks * BLOCK + tl.arange(0, BLOCK)
+        head = program // blocks % H
+        b = program // blocks // H
+        ok = (i < num_queries) & (b < num_sequences)
+        rows = b.to(tl.int64) * num_queries + i
+        d = tl.arange(0, D)[None, :]
+        do_tile = tl.load(do + rows[:, None] * do_row + head * D + d, mask=ok[:, None], other=0.0)
+        out_tile = tl.load(out + (rows[:, None] * H + head) * D + d, mask=ok[:, None], other=0.0)
+        delta = tl.sum(do_tile.to(tl.float32) * out_tile.to(tl.float32), 1) * scale
+        row_lse = tl.load(lse + rows * H + head, mask=ok, other=float("inf"))
+        row_lse = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
+        row_stats = _statistics(stats, b, head, H, ROWS)
+        tl.store(row_stats + i, row_lse)
+        tl.store(row_stats + ROWS + i, delta)
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_queries"])
+def reduce_parts(
+    parts, dq, num_parts, num_queries,
+    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``dq [S, H, D] = sum of parts [num_parts, H, ROWS, D]``, PARTS at a time; always in the same order.
+
+    TRANSPOSED: parts are ``[num_parts, H, D, ROWS]``. One program for BLOCK elements of a head.
+    """
+    head = tl.program_id(0) % H
+    n = tl.program_id(0) // H * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        p = first + tl.arange(0, PARTS)
+        elements = (p[:, None].to(tl.int64) * H + head) * (ROWS * D) + n[None, :]
+        total += tl.sum(tl.load(parts + elements, mask=(p < num_parts)[:, None], other=0.0), 0)
+    if TRANSPOSED:
+        i, d = n % ROWS, n // ROWS
+    else:
+        i, d = n // D, n % D
+    tl.store(dq + (i * H + head) * D + d, total.to(dq.dtype.element_ty), mask=i < num_queries)
