@@ -24,7 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-LIMIT_S = 45
+LIMIT_S = 30
 _SMALL = {"lengths": (65, 0, 200, 1, 129), "ctas": 2}
 # Enough work for a race to show on 132 SMs.
 _LARGE = {"lengths": tuple(1 + 97 * i % 1500 for i in range(96)), "ctas": 132, "heads": 8}

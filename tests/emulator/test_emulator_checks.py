@@ -291,6 +291,11 @@ def test_what_the_emulator_lacks_is_named_at_once(which, words):
         emulate(small.unknown, (1,), {"y": torch.zeros(1, dtype=torch.int32), "WHICH": which})
 
 
+def test_a_function_cannot_ask_for_the_replica():
+    with pytest.raises(EmulatorError, match=r"(?s)UNSUPPORTED.*replica_id\(\) in a function"):
+        emulate(small.replica_in_a_function, (1,), {"y": torch.zeros(2)})
+
+
 def test_an_unknown_keyword_is_named_at_once():
     with pytest.raises(TypeError, match="how"):
         emulate(small.unknown, (1,), {"y": torch.zeros(1, dtype=torch.int32), "WHICH": "keyword"})

@@ -16,6 +16,7 @@ from jagged_attn.testing.emulator.run import Launch
 from jagged_attn.testing.emulator.schedules import Schedule
 
 LENGTHS = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0)
+OTHERS = (5, 0, 64, 129, 300, 1, 128, 0, 65, 2)
 
 
 def _offsets(lengths):
@@ -41,8 +42,8 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     offsets_kv = _offsets(lengths_kv)
     offsets_q = None if kind == "broadcast_q" else offsets_kv if kind == "self" else _offsets(lengths_q)
     spec = AttentionSpec(
-        kind, dtype, *heads, dim, dim, mask or Full(), (activation,), dim**-0.5, 0.5 if activation != "softmax" else 1.0,
-        False,
+        kind, dtype, *heads, dim, dim, mask or Full(), (activation,), dim**-0.5,
+        1.0 if activation == "softmax" else 0.5, False,
     )  # fmt: skip
     tables = _tables(spec, offsets_q, offsets_kv, rows_q, rows_kv)
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
@@ -73,17 +74,15 @@ def test_broadcast_q(schedule, num_queries, monkeypatch):
 _RANDOM = Schedule("random", 0)
 CASES = {
     "lengths around the tiles": {},
-    "cross": {"kind": "cross", "lengths_kv": (5, 0, 64, 129, 300, 1, 128, 0, 65, 2)},
+    "cross": {"kind": "cross", "lengths_kv": OTHERS},
     "grouped heads": {"heads": (4, 2)},
     "width 128": {"dim": 128, "lengths_q": (300, 0, 129)},
     "fp16": {"dtype": torch.float16, "lengths_q": (300, 0, 129)},
     "causal": {"mask": Causal()},
-    "causal cross": {"kind": "cross", "mask": Causal(), "lengths_kv": (5, 0, 64, 129, 300, 1, 128, 0, 65, 2)},
+    "causal cross": {"kind": "cross", "mask": Causal(), "lengths_kv": OTHERS},
     "window": {"mask": SlidingWindow(100, 30)},
     "window to the right": {"mask": SlidingWindow(3, None)},
-    "window cross top left": {
-        "kind": "cross", "mask": SlidingWindow(10, 140, "top_left"), "lengths_kv": (5, 0, 64, 129, 300, 1, 128, 0, 65, 2)
-    },
+    "window cross top left": {"kind": "cross", "mask": SlidingWindow(10, 140, "top_left"), "lengths_kv": OTHERS},
     "blocks": {"mask": BlockDiagonal(64)},
     "odd blocks": {"mask": BlockDiagonal(37)},
     "relu": {"activation": "relu"},

@@ -31,7 +31,8 @@ def _sequence_of(item, table, max_entries, query_tiles, H: tl.constexpr):
 
 @triton.jit
 def _tile(item, table, offsets_q, offsets_kv, num_sequences, num_queries, total_kv, query_tiles,
-          H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, BROADCAST_Q: tl.constexpr):  # fmt: skip
+          H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
+          BROADCAST_Q: tl.constexpr):  # fmt: skip
     """Where the rows of a work item are, and which keys it sees.
 
     Returns:
@@ -94,7 +95,7 @@ def load(desc_q, desc_k, desc_v, table, offsets_q, offsets_kv, counter, slots, m
                 H, BN, _ROWS * GROUPS, MASK, BROADCAST_Q,
             )  # fmt: skip
             column = head // GROUP * D
-            for i in range(0, blocks):
+            for i in range(blocks):
                 c0, c1, c2, c3 = ragged(start_kv, len_kv, lo + (blocks - 1 - i) * BN, column)
                 buf, phase = ring(count, K_STAGES)
                 tlx.barrier_wait(k_empty[buf], phase ^ 1)
@@ -186,22 +187,20 @@ def _block(acc, p, m, l, count, scale, first_key, lo_rows, hi_rows, len_kv,  # n
 
 
 @triton.jit
-def attend(desc_o, out, lse, table, offsets_q, offsets_kv, slots, num_sequences, num_queries, total_kv, query_tiles,
-           scale, out_scale, q_tiles, k_tiles, v_tiles, o_tiles,
+def attend(g: tl.constexpr, desc_o, out, lse, table, offsets_q, offsets_kv, slots,
+           num_sequences, num_queries, total_kv, query_tiles, scale, out_scale, q_tiles, k_tiles, v_tiles, o_tiles,
            q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
            H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr,
            K_STAGES: tl.constexpr, V_STAGES: tl.constexpr, TURNS: tl.constexpr,
            MASK: tl.constexpr, ACT: tl.constexpr, BROADCAST_Q: tl.constexpr):  # fmt: skip
     """64 rows of queries of each item: scores, weights, output and log-sum-exp."""
-    g: tl.constexpr = tlx.async_task_replica_id()
     DTYPE: tl.constexpr = tlx.dtype_of(desc_o)
     if ACT == "softmax":
         scale = scale * LOG2E
     count = 0
     turn = 0
-    if TURNS:
-        if g == 1:
-            tlx.named_barrier_arrive(_TURN_OF_0, 256)
+    if TURNS and g == 1:
+        tlx.named_barrier_arrive(_TURN_OF_0, 256)
     item = receive(slots, item_full, item_empty, turn)
     while item >= 0:
         head, _, start_out, len_q, first_row, _, len_kv, lo, blocks = _tile(
@@ -244,7 +243,7 @@ def attend(desc_o, out, lse, table, offsets_q, offsets_kv, slots, num_sequences,
             )  # fmt: skip
             count += 1
         if not mask_opens(MASK, 0):
-            for i in range(0, begin):
+            for i in range(begin):
                 acc, p, m, l = _block(  # noqa: E741
                     acc, p, m, l, count, scale, lo + (begin - 1 - i) * BN, lo_rows, hi_rows, len_kv,
                     q_tiles[g], k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, g,
@@ -335,7 +334,7 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
                  q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
                  H, GROUP, D, BN, GROUPS, K_STAGES, V_STAGES, MASK, BROADCAST_Q)  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=GROUPS):
-            attend(desc_o, out, lse, table, offsets_q, offsets_kv, slots, num_sequences, num_queries, total_kv,
-                   query_tiles, scale, out_scale, q_tiles, k_tiles, v_tiles, o_tiles,
-                   q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
+            attend(tlx.async_task_replica_id(), desc_o, out, lse, table, offsets_q, offsets_kv, slots,
+                   num_sequences, num_queries, total_kv, query_tiles, scale, out_scale,
+                   q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
                    H, D, BN, GROUPS, K_STAGES, V_STAGES, TURNS, MASK, ACT, BROADCAST_Q)  # fmt: skip

@@ -23,7 +23,7 @@ from .language import BUILTINS, LIBDEVICE, PTX_HELPERS, TLX, ModuleProxy, loop, 
 from .machine import KERNEL_FILES
 from .memory import Buffer, ReuseGroup
 from .scalars import integer
-from .task_ops import TaskList, capture, run_tasks
+from .task_ops import TASK_NAME, TaskList, capture, run_tasks
 
 _TLX_MODULE = "triton.language.extra.tlx"
 _NAMED = {"local_alloc", "alloc_barriers", "alloc_warp_barrier"}
@@ -148,8 +148,8 @@ class _Rewriter(ast.NodeTransformer):
             None,
             [_expression(f"__emu__.capture(lambda: {n})") for n in names],
         )
-        function = ast.FunctionDef(f"__task{number}", arguments, [self.visit(s) for s in node.body], [])
-        add = ast.parse(f"__tasks.add(__task{number}, {role!r}, (), dict())").body[0]
+        function = ast.FunctionDef(f"{TASK_NAME}{number}", arguments, [self.visit(s) for s in node.body], [])
+        add = ast.parse(f"__tasks.add({TASK_NAME}{number}, {role!r}, (), dict())").body[0]
         assert isinstance(add, ast.Expr)
         assert isinstance(add.value, ast.Call)
         add.value.args[2] = ast.Tuple(call.args, ast.Load())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ from .machine import Machine, machine
 from .numerics import unwrap
 from .parameters import MAX_REGISTERS, MAX_WARPS, MIN_REGISTERS, REGISTER_FILE, THREADS_PER_WARP
 
+# The block of a task becomes a function whose name begins so.
+TASK_NAME = "__task"
 _GROUP = 4
 _OPTIONS = {"num_warps", "registers", "num_regs", "replicate", "warp_group_start_id"}
 
@@ -120,5 +123,11 @@ def _check_registers(run: Machine, partitions: list[tuple[int, int | None]], bas
 
 
 def async_task_replica_id() -> int:
-    """Number of this replica."""
+    """Number of this replica, in the task's own block."""
+    if not sys._getframe(1).f_code.co_name.startswith(TASK_NAME):
+        text = (
+            "tlx.async_task_replica_id() in a function: fbtriton compiles a function once for equal arguments, so all "
+            "replicas would get the first one's number; call it in the task's own block and pass it on as a constexpr"
+        )
+        raise machine().fail(Verdict.UNSUPPORTED, text)
     return machine().running.replica or 0

@@ -65,10 +65,9 @@ def _softmax(s, m, l, scale):
 
 
 @triton.jit
-def _attend(desc_o, lse, total, table, offsets, items, H, scale, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty,
-            k_full, k_empty, v_full, v_empty, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def _attend(g: tl.constexpr, desc_o, lse, total, table, offsets, items, H, scale, q_tiles, k_tiles, v_tiles, o_tiles,
+            q_full, q_empty, k_full, k_empty, v_full, v_empty, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
-    g: tl.constexpr = tlx.async_task_replica_id()
     item = 0
     count = 0
     # Group 0 has the first turn.
@@ -151,5 +150,5 @@ def hopper_attention(desc_q, desc_k, desc_v, desc_o, lse, total, table, offsets,
             _load(desc_q, desc_k, desc_v, table, offsets, items, H, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full,
                   k_empty, v_full, v_empty, D, BM, BN, STAGES)  # fmt: skip
         with tlx.async_task(num_warps=4, registers=232, replicate=2):
-            _attend(desc_o, lse, total, table, offsets, items, H, scale, q_tiles, k_tiles, v_tiles, o_tiles, q_full,
-                    q_empty, k_full, k_empty, v_full, v_empty, D, BM, BN, STAGES)  # fmt: skip
+            _attend(tlx.async_task_replica_id(), desc_o, lse, total, table, offsets, items, H, scale, q_tiles, k_tiles,
+                    v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, D, BM, BN, STAGES)  # fmt: skip

@@ -33,9 +33,8 @@ def _load(desc_a, desc_b, a_tiles, b_tiles, full, empty, tiles, n_tiles, steps, 
 
 
 @triton.jit
-def _mma(desc_c, a_tiles, b_tiles, c_tile, full, empty, tiles, n_tiles, steps, BM: tl.constexpr, BN: tl.constexpr,
-         BK: tl.constexpr, STAGES: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
-    g: tl.constexpr = tlx.async_task_replica_id()
+def _mma(g: tl.constexpr, desc_c, a_tiles, b_tiles, c_tile, full, empty, tiles, n_tiles, steps, BM: tl.constexpr,
+         BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUPS: tl.constexpr):  # fmt: skip
     count = 0
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         m, n = _tile(t, n_tiles, BM * GROUPS, BN)
@@ -88,4 +87,5 @@ def matmul(desc_a, desc_b, desc_c, m_tiles, n_tiles, steps, BM: tl.constexpr, BN
         with tlx.async_task("default"):
             _load(desc_a, desc_b, a_tiles, b_tiles, full, empty, tiles, n_tiles, steps, BM, BN, BK, STAGES, GROUPS)
         with tlx.async_task(num_warps=4, registers=232, replicate=GROUPS):
-            _mma(desc_c, a_tiles, b_tiles, c_tile, full, empty, tiles, n_tiles, steps, BM, BN, BK, STAGES, GROUPS)
+            _mma(tlx.async_task_replica_id(), desc_c, a_tiles, b_tiles, c_tile, full, empty, tiles, n_tiles, steps,
+                 BM, BN, BK, STAGES, GROUPS)  # fmt: skip

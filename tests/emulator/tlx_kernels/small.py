@@ -513,3 +513,18 @@ def named_group():
     low = tlx.local_alloc((128,), tl.float32, 2, reuse=spec)
     group = tlx.reuse_group(low, group_type=tlx.reuse_group_type.shared)
     spec.set_buffer_overlap(group)
+
+
+@triton.jit
+def _own_number(y):
+    tl.store(y + tlx.async_task_replica_id(), 1.0)
+
+
+@triton.jit
+def replica_in_a_function(y):
+    """A function asks for the replica's number: fbtriton compiles it once, so both get the first one's."""
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            pass
+        with tlx.async_task(num_warps=4, replicate=2):
+            _own_number(y)

@@ -1,0 +1,229 @@
+"""The Hopper backward in the emulator: right under every schedule, without a report, beside a float64 reference."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from jagged_attn.activations import ELEMENTWISE
+from jagged_attn.backends import reference
+from jagged_attn.backends.base import Geometry
+from jagged_attn.backends.tlx_hopper import launch_backward
+from jagged_attn.masks import BlockDiagonal, Causal, Full, Mask, SlidingWindow
+from jagged_attn.schedule.tiles import tile_table
+from jagged_attn.spec import AttentionSpec
+from jagged_attn.testing.emulator import Schedule
+from jagged_attn.testing.emulator.launches import emulated_launches
+from jagged_attn.testing.emulator.parameters import HOUSE_RULES
+from jagged_attn.testing.emulator.run import Launch
+
+RANDOM = Schedule("random", 0)
+SHORT = (65, 0, 130, 1)
+EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 0, 300)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: lengths, static facts, and rows of no sequence."""
+
+    lengths_kv: tuple[int, ...] = SHORT
+    lengths_q: tuple[int, ...] | None = None
+    heads: tuple[int, int] = (1, 1)
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    mask: Mask = Full()  # noqa: RUF009 - frozen
+    activation: str = "softmax"
+    scale: float | None = None
+    out_scale: float = 1.0
+    extra_rows: int = 0
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The call's static facts."""
+        return AttentionSpec(
+            "self" if self.lengths_q is None else "cross", self.dtype, *self.heads, self.dim, self.dim, self.mask,
+            (self.activation,), self.dim**-0.5 if self.scale is None else self.scale, self.out_scale, False,
+        )  # fmt: skip
+
+    def geometry(self) -> Geometry:
+        """The call's offsets."""
+        kv = _offsets(self.lengths_kv)
+        return Geometry(kv if self.lengths_q is None else _offsets(self.lengths_q), kv, ())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """q, k, v and dout."""
+        rows_kv = sum(self.lengths_kv) + self.extra_rows
+        rows_q = rows_kv if self.lengths_q is None else sum(self.lengths_q) + self.extra_rows
+        g = torch.Generator().manual_seed(0)
+        shapes = {
+            "dout": (rows_q, self.heads[0], self.dim),
+            "q": (rows_q, self.heads[0], self.dim),
+            "k": (rows_kv, self.heads[1], self.dim),
+            "v": (rows_kv, self.heads[1], self.dim),
+        }
+        return {name: torch.randn(shape, generator=g).to(self.dtype) for name, shape in shapes.items()}
+
+
+def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _table(tensors: dict[str, torch.Tensor], geometry: Geometry) -> torch.Tensor:
+    rows_q, rows_kv = tensors["q"].shape[0], tensors["k"].shape[0]
+    assert geometry.offsets_q is not None
+    return tile_table(geometry.offsets_kv, geometry.offsets_q, rows_kv, rows_q, launch_backward.BLOCK_KV)
+
+
+def _run(
+    case: Case, schedule: Schedule, tensors: dict[str, torch.Tensor] | None = None, processors: int = 2
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The kernels' gradients and the float64 reference's, by name."""
+    tensors, geometry, spec = tensors or case.tensors(), case.geometry(), case.spec
+    wide = {name: x.double() for name, x in tensors.items()}
+    out, lse = reference.forward(wide["q"], wide["k"], wide["v"], geometry, spec)
+    want = reference.backward(*wide.values(), out, lse, geometry, spec)
+    outputs = ("stats", "desc_dk", "desc_dv", "dq")
+    launch = Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=90)
+    with pytest.MonkeyPatch.context() as patch, emulated_launches(launch):
+        patch.setattr(launch_backward, "num_processors", lambda device: processors)
+        got = launch_backward.backward(
+            *tensors.values(), out.to(case.dtype), lse.float(), geometry, spec, _table(tensors, geometry)
+        )
+    names = ("dq", "dk", "dv")
+    return dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True))
+
+
+def _check(case: Case, schedule: Schedule = RANDOM, **more: Any) -> dict[str, torch.Tensor]:
+    got, want = _run(case, schedule, **more)
+    # O, P and dS are rounded to the dtype before they are multiplied and summed, the gradient after.
+    tolerance = 4 * torch.finfo(case.dtype).eps
+    for name, exact in want.items():
+        assert got[name].dtype == case.dtype
+        assert got[name].shape == exact.shape
+        if exact.numel():
+            error = (got[name].double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
+            assert error <= tolerance, f"{name}: {error:.2g}, {tolerance:.2g} allowed"
+    return got
+
+
+@pytest.mark.emulator(seeds=1, roles=("load", "gradients"))
+def test_right_under_every_policy(schedule):
+    _check(Case((130, 65), heads=(2, 1), mask=Causal(), extra_rows=3), schedule)
+
+
+EXTENTS = {
+    "self": Case(EDGES, extra_rows=130),
+    "cross": Case(EDGES, (65, 3, 0, 129, 64, 1, 300, 63, 0, 128)),
+    "cross with rows of no sequence": Case((1, 0, 129), (0, 200, 64), heads=(2, 2), extra_rows=1),
+    "head dim 128": Case((130, 0, 64), dim=128),
+    "fp16": Case((130, 0, 64), dim=128, dtype=torch.float16, heads=(2, 2)),
+    "multi-query": Case((70, 0, 129), heads=(3, 1)),
+    "grouped, cross": Case((129, 1, 64, 5), (64, 130, 0, 3), heads=(4, 2)),
+}
+MASKS = {
+    "causal": Case(EDGES, mask=Causal()),
+    "causal, cross": Case((129, 5, 0, 200), (200, 70, 3, 65), mask=Causal()),
+    "causal, cross, top left": Case((129, 5, 0, 200), (200, 70, 3, 65), mask=Causal("top_left")),
+    "causal, grouped": Case((70, 150), heads=(4, 2), mask=Causal()),
+    "window": Case((1, 200, 70), mask=SlidingWindow(70, 5)),
+    "window, cross": Case((129, 5, 300), (300, 70, 65), mask=SlidingWindow(4, 2)),
+    "window, open left": Case((130, 9), mask=SlidingWindow(None, 2)),
+    "window, open right": Case((130, 9), mask=SlidingWindow(1, None)),
+    "own key only": Case((130, 9), mask=SlidingWindow(0, 0)),
+    "blocks of 64": Case((5, 0, 200), mask=BlockDiagonal(64)),
+    "blocks of 13": Case((5, 0, 70), mask=BlockDiagonal(13)),
+}
+FACTORS = {
+    "softmax": Case((70, 9), scale=0.3, out_scale=-1.7),
+    "negative scale": Case((70, 9), scale=-0.4),
+    "no scale": Case((70, 9), scale=0.0),
+    "no out_scale": Case((70, 9), out_scale=0.0),
+    "element-wise": Case((130, 9), (70, 65), activation="fast_gelu", scale=0.5, out_scale=0.25),
+    "element-wise, masked": Case((70, 0, 9), activation="gelu", mask=Causal(), out_scale=-2.0),
+    "element-wise, window, head dim 128": Case((70, 9), activation="silu", mask=SlidingWindow(9, 5), dim=128),
+}
+
+
+@pytest.mark.parametrize("name", EXTENTS)
+def test_extents(name):
+    _check(EXTENTS[name])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    _check(MASKS[name])
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors(name):
+    _check(FACTORS[name])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_activations(name):
+    _check(Case((70, 9), activation=name))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(()), Case((0, 0)), Case((), extra_rows=3), Case((0, 0), extra_rows=70), Case((0, 0), (3, 70)),
+     Case((3, 70), (0, 0)), Case((0, 5), (5, 0), extra_rows=2)],
+    ids=str,
+)  # fmt: skip
+def test_hardly_anything(case):
+    for gradient in _check(case).values():
+        assert not gradient.any()
+
+
+def test_far_more_processors_than_items():
+    _check(Case((70,)), processors=7)
+
+
+def test_views_of_wider_buffers_and_an_expanded_gradient():
+    case = Case((70, 3), heads=(2, 2))
+    fused = torch.randn(73, 6, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    heads_first = torch.randn(2, 73, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    dout = torch.ones(1, dtype=torch.bfloat16).expand(73, 2, 64)
+    _check(case, tensors={"dout": dout, "q": fused[:, :2], "k": fused[:, 2:4], "v": heads_first.transpose(0, 1)})
+
+
+def test_keys_past_the_end_where_all_scores_are_very_negative():
+    # exp(-lse) overflows: rows of zeros, whose score is 0, must not become infinite.
+    case, tensors = Case((70, 9)), Case((70, 9)).tensors()
+    tensors["q"] = tensors["q"].abs() * 8
+    tensors["k"] = -tensors["k"].abs() * 8
+    _check(case, tensors=tensors)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "gelu"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value):
+    case = Case((9, 65, 70), heads=(2, 1), activation=activation, extra_rows=2)
+    clean, poisoned = case.tensors(), case.tensors()
+    for x in poisoned.values():
+        x[9 : 9 + 65] = value
+        x[-2:] = value
+    rows = [*range(9), *range(9 + 65, 9 + 65 + 70)]
+    want, got = _run(case, RANDOM, clean)[0], _run(case, RANDOM, poisoned)[0]
+    for name in want:
+        assert torch.equal(got[name][rows], want[name][rows]), name
+        assert not got[name][-2:].any(), name
+
+
+@pytest.mark.parametrize("offsets", [(0, 90, 40, 70), (-5, 20, 1000), (60, 10), (0, 200, 3)])
+def test_bad_offsets_reach_nothing_outside(offsets):
+    case = Case((70,), heads=(1, 1), mask=Causal())
+    tensors, bad = case.tensors(), torch.tensor(offsets)
+    geometry = Geometry(bad, bad, ())
+    lse = torch.zeros(70, 1)
+    with emulated_launches(Launch(RANDOM, HOUSE_RULES, arch=90)):
+        launch_backward.backward(
+            *tensors.values(), tensors["q"], lse, geometry, case.spec, _table(tensors, geometry)
+        )
+
+
+def test_two_runs_share_nothing():
+    case = Case((70, 130))
+    first, second = _run(case, RANDOM)[0], _run(case, RANDOM)[0]
+    assert all(torch.equal(first[name], second[name]) for name in first)
