@@ -1,0 +1,421 @@
+# mypy: allow-untyped-defs
+"""Backward kernels of self and cross attention for Hopper: prepare, the gradients, and dQ's way out.
+
+``backward_kv`` keeps a tile of 128 keys, streams the queries that see it, and adds each query tile's share of dQ to an
+fp32 sum in global memory. ``prepare_backward`` zeroes that sum and lays out what the softmax needs a query row;
+``finish_dq`` rounds the sum. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta
+handed in is divided by it, and dQ, dK and dV are multiplied by it once.
+
+    dV = c P^T dO     dS = P (dO V^T - delta / c)     dK = c scale dS^T Q     dQ = c scale dS K     (c = out_scale)
+"""
+
+import triton
+import triton.language as tl
+
+from .._jit.jagged import partner_rows, sequence_rows
+from .._jit.rings import next_item, publish, ragged, receive, ring
+from .._jit.scores import LOG2E, activate, derivative, mask_kind, mask_opens, query_range
+from .._jit.tlx import tlx
+
+# Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
+_PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
+
+
+@triton.jit
+def first_block(start, b, BLOCK: tl.constexpr):
+    """Number of the first row block of sequence ``b`` in the row statistics.
+
+    Sequences are padded to whole blocks, so that a block is one aligned copy. This leaves each sequence, empty ones
+    too, at least one block more than its whole blocks; blocks in between are padding.
+    """
+    return (start.to(tl.int64) + b.to(tl.int64) * BLOCK) // BLOCK
+
+
+@triton.jit
+def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
+    """The sequence, or B for the rows of none, to which a block of the row statistics belongs, by bisection."""
+    low = num_sequences * 0
+    high = num_sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, _ = sequence_rows(offsets_q, middle, num_sequences, total_q)
+        if first_block(start, middle, BLOCK) <= block:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(do_not_specialize=["num_sequences", "total_q"])
+def prepare_backward(dout, out, lse, stats, dq_sum, counter, offsets_q, num_sequences, total_q, dout_row,
+                     inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+                     SOFTMAX: tl.constexpr):  # fmt: skip
+    """Zero the sum of dQ and the counter of work; write each query row's lse (base 2) and delta / out_scale.
+
+    One program for each block and head of ``stats [blocks, H, 2, BM]``. Rows past the end of a sequence, and rows that
+    see no key, get lse = +inf and delta = 0: their scores' exponentials are 0 whatever the score.
+    """
+    head = tl.program_id(0) % H
+    block = tl.program_id(0) // H
+    if tl.program_id(0) == 0:
+        tl.store(counter, 0)
+    b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
+    start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
+    in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
+    row_ok = (in_sequence >= 0) & (in_sequence < length)
+    rows = start + in_sequence
+    columns = tl.arange(0, D)[None, :]
+    tl.store(dq_sum + ((rows * H + head) * D)[:, None] + columns, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None])
+    if SOFTMAX:
+        # Rows of no sequence have no keys.
+        row_ok = row_ok & (b < num_sequences)
+        dout_tile = tl.load(dout + (rows * dout_row + head * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
+        out_tile = tl.load(out + ((rows * H + head) * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
+        delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1) * inverse_out_scale
+        row_lse = tl.load(lse + rows * H + head, mask=row_ok, other=float("inf")) * LOG2E
+        seen = row_lse != float("-inf")
+        to = stats + (block.to(tl.int64) * H + head) * (2 * BM) + tl.arange(0, BM)
+        tl.store(to, tl.where(seen, row_lse, float("inf")))
+        tl.store(to + BM, tl.where(seen, delta, 0.0))
+
+
+@triton.jit(do_not_specialize=["size"])
+def finish_dq(dq_sum, dq, size, factor, BLOCK: tl.constexpr):
+    """dQ from its fp32 sum."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(dq_sum + index, mask=index < size, other=0.0)
+    tl.store(dq + index, (total * factor).to(dq.dtype.element_ty), mask=index < size)
+
+
+@triton.jit
+def _entry(table, item, KV_HEADS: tl.constexpr):
+    """Sequence and first key of a work item."""
+    entry = table + 2 * (item // KV_HEADS)
+    return tl.load(entry), tl.load(entry + 1)
+
+
+@triton.jit
+def _queries(b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM: tl.constexpr, BN: tl.constexpr,
+             MASK: tl.constexpr):  # fmt: skip
+    """Start and length of the queries' sequence; the first query, and the query tiles a head, that the keys visit.
+
+    All roles count with this. It is at least one tile, which may hold nothing: sums of no tiles would need branches
+    around products in flight. So a sequence without queries visits a tile of zeros.
+    """
+    start_q, len_q = partner_rows(offsets_q, b, num_sequences, total_q)
+    begin = len_q * 0
+    end = len_q
+    if mask_kind(MASK) != "full":
+        _, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+        begin, _ = query_range(first_key, len_q, len_kv, MASK)
+        begin = begin // BM * BM
+        _, end = query_range(tl.minimum(first_key + BN, len_kv) - 1, len_q, len_kv, MASK)
+    return start_q.to(tl.int32), len_q, begin, tl.maximum((end - begin + BM - 1) // BM, 1)
+
+
+@triton.jit
+def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, offsets_q, offsets_kv, num_sequences,
+          total_q, total_kv, items, q_tiles, do_tiles, k_tile, v_tile, lse_rows, delta_rows, q_full, q_empty, do_full,
+          do_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr,
+          D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
+          SOFTMAX: tl.constexpr):  # fmt: skip
+    KV_HEADS: tl.constexpr = H // GROUP
+    BYTES: tl.constexpr = tlx.size_of(tlx.dtype_of(desc_q))
+    TILE_BYTES: tl.constexpr = BM * D * BYTES + (BM * 4 if SOFTMAX else 0)
+    count = 0
+    turn = 0
+    item = tl.program_id(0)
+    b = item * 0 - 1
+    first_key = item * 0
+    if item < items:
+        b, first_key = _entry(table, item, KV_HEADS)
+    # The table ends with entries of -1.
+    while b >= 0:
+        publish(slots, item_full, item_empty, turn, item)
+        start_q, len_q, begin, tiles = _queries(
+            b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
+        )
+        start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+        # Keys that no query sees are not loaded: what lies there may be NaN, and their gradients are 0.
+        len_kv = tl.where(len_q > 0, len_kv, 0)
+        kv_head = item % KV_HEADS
+        # Asked for early: the answer takes a microsecond, which the copies below hide.
+        item = next_item(counter)
+        block = first_block(start_q, b, BM) + begin // BM
+        k0, k1, k2, k3 = ragged(start_kv, len_kv, first_key, kv_head * D)
+        for trip in range(GROUP * tiles):
+            head = kv_head
+            tile = trip
+            if GROUP > 1:
+                head = kv_head * GROUP + trip // tiles
+                tile = trip % tiles
+            buf, phase = ring(count, STAGES)
+            q0, q1, q2, q3 = ragged(start_q, len_q, begin + tile * BM, head * D)
+            rows = row_stats + ((block + tile) * H + head) * (2 * BM)
+            tlx.barrier_wait(q_empty[buf], phase ^ 1)
+            tlx.barrier_expect_bytes(q_full[buf], TILE_BYTES)
+            tlx.async_descriptor_load(desc_q, q_tiles[buf], [q0, q1, q2, q3], q_full[buf])
+            if SOFTMAX:
+                tlx.async_load(rows, lse_rows[buf], bulk=True, barrier=q_full[buf])
+            if trip == 0:
+                tlx.barrier_wait(k_empty[0], (turn & 1) ^ 1)
+                tlx.barrier_expect_bytes(k_full[0], BN * D * BYTES)
+                tlx.async_descriptor_load(desc_k, k_tile[0], [k0, k1, k2, k3], k_full[0])
+            tlx.barrier_wait(do_empty[buf], phase ^ 1)
+            tlx.barrier_expect_bytes(do_full[buf], TILE_BYTES)
+            tlx.async_descriptor_load(desc_do, do_tiles[buf], [q0, q1, q2, q3], do_full[buf])
+            if SOFTMAX:
+                tlx.async_load(rows + BM, delta_rows[buf], bulk=True, barrier=do_full[buf])
+            if trip == 0:
+                tlx.barrier_wait(v_empty[0], (turn & 1) ^ 1)
+                tlx.barrier_expect_bytes(v_full[0], BN * D * BYTES)
+                tlx.async_descriptor_load(desc_v, v_tile[0], [k0, k1, k2, k3], v_full[0])
+            count += 1
+        turn += 1
+        b = b * 0 - 1
+        if item < items:
+            b, first_key = _entry(table, item, KV_HEADS)
+    publish(slots, item_full, item_empty, turn, -1)
+
+
+@triton.jit
+def _weights(s, lse_row, first_query, query_lo, query_hi, scale, DTYPE: tl.constexpr, BM: tl.constexpr,
+             MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr):  # fmt: skip
+    """From scores ``[keys, queries]``: the activated scores, and the factor of dP in their gradient; both rounded.
+
+    They are rounded here, not where they are used, for the registers. Keys and queries past the end are not masked:
+    they are rows of zeros, whose scores of 0 give finite numbers, to be multiplied by such a row or not to be stored.
+    """
+    if ACT == "softmax":
+        # The minimum keeps rows of zeros finite: their own lse is below 0 where all true scores are.
+        p = tl.exp2(tl.minimum(s * (scale * LOG2E) - lse_row[None, :], 0.0))
+        factor = p
+    else:
+        x = s * scale
+        p = activate(x, ACT, FAST_TANH)
+        factor = derivative(x, ACT, FAST_TANH)
+    if mask_kind(MASK) != "full":
+        i = (first_query + tl.arange(0, BM))[None, :]
+        allowed = i >= 0
+        # Ends that are those of the sequence need no test: see above.
+        if not mask_opens(MASK, 1):
+            allowed &= i >= query_lo[:, None]
+        if not mask_opens(MASK, 0):
+            allowed &= i < query_hi[:, None]
+        p = tl.where(allowed, p, 0.0)
+        factor = p if ACT == "softmax" else tl.where(allowed, factor, 0.0)
+    p = p.to(DTYPE)
+    return p, p if ACT == "softmax" else factor.to(DTYPE)
+
+
+@triton.jit
+def _head(trip, kv_head, tiles, GROUP: tl.constexpr):
+    """Query head of the ``trip``-th query tile of a work item: head by head, each from its first tile on."""
+    if GROUP == 1:
+        return kv_head
+    else:
+        return kv_head * GROUP + trip // tiles
+
+
+@triton.jit
+def _first_query(trip, begin, tiles, GROUP: tl.constexpr, BM: tl.constexpr):
+    """First row of the ``trip``-th query tile."""
+    if GROUP == 1:
+        return begin + trip * BM
+    else:
+        return begin + trip % tiles * BM
+
+
+@triton.jit
+def _reduce_dq(desc_dq, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr):
+    """Add this group's columns of a query tile's dQ to the sum in global memory."""
+    # What the last reduction left in the buffer has been read: its issuer, a thread of this group, has waited.
+    tlx.named_barrier_wait(9 + g, 128)
+    tlx.local_store(dq_tiles[g], dq)
+    tlx.fence("async_shared")
+    tlx.named_barrier_wait(9 + g, 128)
+    c0, c1, c2, c3 = ragged(start_q, len_q, first_query, head * D + g * (D // 2))
+    tlx.async_descriptor_store(desc_dq, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
+
+
+@triton.jit
+def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv, num_sequences,
+               total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows, delta_rows, ds_tiles,
+               dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full,
+               ds_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+               BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DS_STAGES: tl.constexpr, MASK: tl.constexpr,
+               ACT: tl.constexpr, FAST_TANH: tl.constexpr):  # fmt: skip
+    """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128.
+
+    The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
+    exponentials, so that neither waits for the other's dS.
+    """
+    KV_HEADS: tl.constexpr = H // GROUP
+    HALF: tl.constexpr = BN // 2
+    COLUMNS: tl.constexpr = D // 2
+    DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
+    # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
+    PARK: tl.constexpr = ACT != "softmax" and D == 128
+    count = 0
+    turn = 0
+    item = receive(slots, item_full, item_empty, turn)
+    while item >= 0:
+        b, first_key = _entry(table, item, KV_HEADS)
+        kv_head = item % KV_HEADS
+        start_q, len_q, begin, tiles = _queries(
+            b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
+        )
+        query_lo = tl.zeros([HALF], tl.int32)
+        query_hi = query_lo
+        if mask_kind(MASK) != "full":
+            _, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+            query_lo, query_hi = query_range(first_key + g * HALF + tl.arange(0, HALF), len_q, len_kv, MASK)
+        dk = tl.zeros([HALF, D], tl.float32)
+        dv = tl.zeros([HALF, D], tl.float32)
+        tlx.barrier_wait(k_full[0], turn & 1)
+        tlx.barrier_wait(v_full[0], turn & 1)
+        for trip in tl.range(0, GROUP * tiles, disable_licm=True):
+            buf, phase = ring(count, STAGES)
+            ds_buf, ds_phase = ring(count, DS_STAGES)
+            # At the first query tile this is a dS of before. The product is made and dropped: a first iteration of
+            # its own costs the compiler 750 bytes of spills and all overlap.
+            last_buf = (count + DS_STAGES - 1) % DS_STAGES
+            first_query = _first_query(trip, begin, tiles, GROUP, BM)
+            tlx.barrier_wait(q_full[buf], phase)
+            s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, D]), tlx.local_trans(q_tiles[buf]))
+            if trip > 0:
+                tlx.barrier_wait(ds_full[last_buf], ((count - 1) // DS_STAGES) & 1)
+            dq = tlx.async_dot(
+                tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [BN, COLUMNS])
+            )
+            s = tlx.async_dot_wait(1, s)
+            if ACT == "softmax":
+                lse_row = tlx.local_load(lse_rows[buf])
+            else:
+                lse_row = tl.zeros([BM], tl.float32)
+            p, factor = _weights(s, lse_row, first_query, query_lo, query_hi, scale, DTYPE, BM, MASK, ACT, FAST_TANH)
+            own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, BM])
+            if PARK:
+                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+                tlx.local_store(own_ds, factor)
+            tlx.barrier_wait(do_full[buf], phase)
+            dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, D]), tlx.local_trans(do_tiles[buf]))
+            tlx.async_descriptor_store_wait(0)
+            dq = tlx.async_dot_wait(1, dq)
+            if trip > 0:
+                tlx.barrier_arrive(ds_empty[last_buf], 1)
+                _reduce_dq(
+                    desc_dq, dq_tiles, dq, start_q, len_q, _head(trip - 1, kv_head, tiles, GROUP),
+                    _first_query(trip - 1, begin, tiles, GROUP, BM), g, D,
+                )  # fmt: skip
+            dv = tlx.async_dot(p, do_tiles[buf], dv)
+            dp = tlx.async_dot_wait(1, dp)
+            if ACT == "softmax":
+                dp -= tlx.local_load(delta_rows[buf])[None, :]
+            if PARK:
+                factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
+            else:
+                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+            ds = (factor.to(tl.float32) * dp).to(DTYPE)
+            tlx.local_store(own_ds, ds)
+            tlx.fence("async_shared")
+            tlx.barrier_arrive(ds_full[ds_buf], 1)
+            dk = tlx.async_dot(ds, q_tiles[buf], dk)
+            dv = tlx.async_dot_wait(1, dv)
+            tlx.barrier_arrive(do_empty[buf], 1)
+            dk = tlx.async_dot_wait(0, dk)
+            tlx.barrier_arrive(q_empty[buf], 1)
+            count += 1
+        tlx.barrier_arrive(v_empty[0], 1)
+
+        # Where the keys are is read again, between other things: kept, it would cost registers in the loop above.
+        b, first_key = _entry(table, item, KV_HEADS)
+        last_buf, last_phase = ring(count - 1, DS_STAGES)
+        tlx.barrier_wait(ds_full[last_buf], last_phase)
+        dq_end = tlx.async_dot(
+            tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [BN, COLUMNS])
+        )
+        start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+        tlx.async_descriptor_store_wait(0)
+        dq_end = tlx.async_dot_wait(0, dq_end)
+        tlx.barrier_arrive(ds_empty[last_buf], 1)
+        tlx.barrier_arrive(k_empty[0], 1)
+        _reduce_dq(
+            desc_dq, dq_tiles, dq_end, start_q, len_q, _head(GROUP * tiles - 1, kv_head, tiles, GROUP),
+            begin + (tiles - 1) * BM, g, D,
+        )  # fmt: skip
+
+        # The dK of the item before left this buffer before the reductions since then left theirs.
+        tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
+        tlx.fence("async_shared")
+        tlx.named_barrier_wait(9 + g, 128)
+        c0, c1, c2, c3 = ragged(start_kv, len_kv, first_key + g * HALF, item % KV_HEADS * D)
+        tlx.async_descriptor_store(desc_dv, out_tiles[g], [c0, c1, c2, c3])
+        tlx.async_descriptor_store_wait(0)
+        tlx.named_barrier_wait(9 + g, 128)
+        tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
+        tlx.fence("async_shared")
+        tlx.named_barrier_wait(9 + g, 128)
+        tlx.async_descriptor_store(desc_dk, out_tiles[g], [c0, c1, c2, c3])
+        turn += 1
+        item = receive(slots, item_full, item_empty, turn)
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items"])
+def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, row_stats, table, counter, slots, offsets_q,
+                offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale, H: tl.constexpr,
+                GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+                DS_STAGES: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr,
+                FAST_TANH: tl.constexpr):  # fmt: skip
+    """dK and dV, and dQ / (scale out_scale) added to an fp32 sum: persistent, a work item is a key tile of a key head.
+
+    | barrier | count | arrives | waits |
+    |---|---|---|---|
+    | q_full, do_full | 1 + bytes | load: Q and lse; dO and delta | both gradient groups |
+    | k_full, v_full | 1 + bytes | load, once an item | both gradient groups |
+    | q_empty, do_empty | 2 | both groups, after dK; after dV | load |
+    | k_empty, v_empty | 2 | both groups, after the item's last dQ; after its last dP | load |
+    | ds_full | 2 | both groups, each with its half of the keys | both groups, before dQ |
+    | ds_empty | 2 | both groups, after dQ | both groups, before they store the next dS |
+    | item_full | 1 | load, when the slot holds an item | both groups |
+    | item_empty | 2 | both groups, when they have read it | load |
+    | named 9, 10 | 128 threads | group 0; group 1: its own staging buffers | the same |
+    """
+    DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
+    k_tile = tlx.local_alloc((BN, D), DTYPE, 1)
+    v_tile = tlx.local_alloc((BN, D), DTYPE, 1)
+    q_tiles = tlx.local_alloc((BM, D), DTYPE, STAGES)
+    do_tiles = tlx.local_alloc((BM, D), DTYPE, STAGES)
+    ds_tiles = tlx.local_alloc((BN, BM), DTYPE, DS_STAGES)
+    dq_tiles = tlx.local_alloc((BM, D // 2), tl.float32, 2)
+    out_tiles = tlx.local_alloc((BN // 2, D), DTYPE, 2)
+    lse_rows = tlx.local_alloc((BM,), tl.float32, STAGES)
+    delta_rows = tlx.local_alloc((BM,), tl.float32, STAGES)
+    q_full = tlx.alloc_barriers(STAGES)
+    q_empty = tlx.alloc_barriers(STAGES, 2)
+    do_full = tlx.alloc_barriers(STAGES)
+    do_empty = tlx.alloc_barriers(STAGES, 2)
+    k_full = tlx.alloc_barriers(1)
+    k_empty = tlx.alloc_barriers(1, 2)
+    v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_barriers(1, 2)
+    ds_full = tlx.alloc_barriers(DS_STAGES, 2)
+    ds_empty = tlx.alloc_barriers(DS_STAGES, 2)
+    item_full = tlx.alloc_barriers(2)
+    item_empty = tlx.alloc_barriers(2, 2)
+    # The first dQ of all, which is dropped, reads the last buffer.
+    tlx.local_store(ds_tiles[DS_STAGES - 1], tl.zeros([BN, BM], DTYPE))
+    tlx.fence("async_shared")
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, offsets_q, offsets_kv,
+                  num_sequences, total_q, total_kv, items, q_tiles, do_tiles, k_tile, v_tile, lse_rows, delta_rows,
+                  q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty, H,
+                  GROUP, D, BM, BN, STAGES, MASK, ACT == "softmax")  # fmt: skip
+        with tlx.async_task(num_warps=4, registers=240, replicate=2):
+            _gradients(tlx.async_task_replica_id(), desc_dq, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv,
+                       num_sequences, total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows,
+                       delta_rows, ds_tiles, dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty,
+                       v_full, v_empty, ds_full, ds_empty, item_full, item_empty, H, GROUP, D, BM, BN, STAGES,
+                       DS_STAGES, MASK, ACT, FAST_TANH)  # fmt: skip
