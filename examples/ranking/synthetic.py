@@ -50,7 +50,7 @@ class SyntheticConfig:
         quality: standard deviation of ``quality``.
     """
 
-    num_requests: int = 20_000
+    num_requests: int = 16_000
     num_items: int = 500
     num_categories: int = 10
     median_length: float = 75.0

@@ -59,7 +59,7 @@ class ForwardConfig:
 
 
 # Measured on an H200: docs/performance-log.md.
-_PAIR = {64: ForwardConfig(128, 2, 3, 3, 240, True), 128: ForwardConfig(128, 2, 2, 2, 240, True)}
+_PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
 _SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 2), 128: ForwardConfig(64, 1, 3, 2, 208, False, 2)}
 
 

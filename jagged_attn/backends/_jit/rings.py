@@ -24,7 +24,7 @@ def ring(count, STAGES: tl.constexpr):
 @triton.jit
 def ragged(start, length, row, column):
     """Coordinates of row ``row`` of a sequence in a ragged map: loads give 0 past its end, stores write nothing."""
-    start = start.to(tl.int32)
+    start = tl.cast(start, tl.int32)
     return _EXTENT, start + length, _EXTENT - length + row, column
 
 

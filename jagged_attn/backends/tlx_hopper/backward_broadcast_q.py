@@ -144,14 +144,13 @@ def _load_in_turns(
 
 @triton.jit
 def _take_turns(
-    desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+    g: tl.constexpr, desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
     score_scale, grad_scale, out_scale, q_tile, do_tiles, k_tiles, v_tiles, ds_tiles, dq_tiles,
     q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, v_full, kv_empty,
     H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, DO_STAGES: tl.constexpr,
     DV_FIRST: tl.constexpr, SCALES_OUT: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr,
 ):  # fmt: skip
     """S^T, dP^T, dV, dK and a share of dQ of every second tile: rows are keys, columns are queries."""
-    g: tl.constexpr = tlx.async_task_replica_id()
     dtype: tl.constexpr = tlx.dtype_of(desc_dk)
     head = tl.program_id(0) % H
     column = head * D
@@ -293,8 +292,9 @@ def backward_64(
                 k_full, v_full, kv_empty, H, D, ROWS, STAGES, DO_STAGES, DYNAMIC,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
+            g: tl.constexpr = tlx.async_task_replica_id()
             _take_turns(
-                desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+                g, desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
                 score_scale, grad_scale, out_scale, q_tile, do_tiles, k_tiles, v_tiles, ds_tiles, dq_tiles,
                 q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, v_full, kv_empty,
                 H, D, ROWS, STAGES, DO_STAGES, DV_FIRST, SCALES_OUT, ACT, FAST_TANH,
@@ -375,8 +375,7 @@ def _keys_gradient(p_tiles, ds_tiles, do_tiles, q_tiles, do_buf, g: tl.constexpr
 
 
 @triton.jit
-def _store_keys_gradient(desc_dk, desc_dv, x_tiles, start, rows, row, column, g: tl.constexpr):
-    c0, c1, c2, c3 = ragged(start, rows, row, column)
+def _store_keys_gradient(desc_dk, desc_dv, x_tiles, c0, c1, c2, c3, g: tl.constexpr):
     if g == 0:
         tlx.async_descriptor_store(desc_dv, x_tiles[g], [c0, c1, c2, c3])
     else:
@@ -385,7 +384,7 @@ def _store_keys_gradient(desc_dk, desc_dv, x_tiles, start, rows, row, column, g:
 
 @triton.jit
 def _take_halves(
-    desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+    g: tl.constexpr, desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
     score_scale, grad_scale, out_scale, q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, x_tiles, dq_tiles,
     q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty,
     H: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, SCALES_OUT: tl.constexpr, ACT: tl.constexpr,
@@ -395,7 +394,6 @@ def _take_halves(
 
     S and dP of a tile are issued before dQ, dV and dK of the tile before it, which hide the softmax.
     """
-    g: tl.constexpr = tlx.async_task_replica_id()
     dtype: tl.constexpr = tlx.dtype_of(desc_dk)
     head = tl.program_id(0) % H
     column = head * D
@@ -415,9 +413,8 @@ def _take_halves(
     tlx.barrier_arrive(v_empty[0], 1)
     last_buf = 0
     last_do = 0
-    last_start = 0
-    last_rows = 0
-    last_row = 0
+    # Where dK and dV of the tile before go: nowhere, for the tile of no rows.
+    c0, c1, c2, c3 = ragged(column * 0, 0, 0, column)
     runs = 1
     count = 1
     turn = 0
@@ -467,12 +464,10 @@ def _take_halves(
                 tlx.local_store(x_tiles[g], x.to(dtype))
                 tlx.fence("async_shared")
                 tlx.named_barrier_wait(11, 256)
-                _store_keys_gradient(desc_dk, desc_dv, x_tiles, last_start, last_rows, last_row, column, g)
+                _store_keys_gradient(desc_dk, desc_dv, x_tiles, c0, c1, c2, c3, g)
                 last_buf = buf
                 last_do = do_buf
-                last_start = start
-                last_rows = rows
-                last_row = first + n * KEYS
+                c0, c1, c2, c3 = ragged(start, rows, first + n * KEYS, column)
                 count += 1
             runs += 1
             tile += tiles
@@ -491,7 +486,7 @@ def _take_halves(
     tlx.local_store(dq_tiles[g], dq)
     tlx.fence("async_shared")
     tlx.named_barrier_wait(9 + g, 128)
-    _store_keys_gradient(desc_dk, desc_dv, x_tiles, last_start, last_rows, last_row, column, g)
+    _store_keys_gradient(desc_dk, desc_dv, x_tiles, c0, c1, c2, c3, g)
     part = tl.program_id(0) // H * H + head
     tlx.async_descriptor_store(desc_parts, dq_tiles[g], [(part * 2 + g) * _HALF, 0])
     tlx.async_descriptor_store_wait(0)
@@ -544,8 +539,9 @@ def backward_128(
                 k_full, k_empty, v_full, v_empty, H, D, STAGES, DYNAMIC,
             )  # fmt: skip
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
+            g: tl.constexpr = tlx.async_task_replica_id()
             _take_halves(
-                desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
+                g, desc_dk, desc_dv, desc_parts, stats, table, offsets, control, num_sequences, total_kv, chunk_tiles,
                 score_scale, grad_scale, out_scale, q_tiles, do_tiles, k_tiles, v_tiles, p_tiles, ds_tiles, x_tiles,
                 dq_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty,
                 H, D, STAGES, SCALES_OUT, ACT, FAST_TANH,
@@ -578,6 +574,8 @@ def prepare(
         b = program // blocks // H
         ok = (i < num_queries) & (b < num_sequences)
         rows = b.to(tl.int64) * num_queries + i
+        # A multiple of 16 bytes, as TMA needs it; unless this is said, single elements are loaded.
+        do_row = do_row // 8 * 8
         d = tl.arange(0, D)[None, :]
         do_tile = tl.load(do + rows[:, None] * do_row + head * D + d, mask=ok[:, None], other=0.0)
         out_tile = tl.load(out + (rows[:, None] * H + head) * D + d, mask=ok[:, None], other=0.0)

@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 
 from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import next_item, publish, ragged, receive, ring
+from .._jit.rings import next_item, ragged, ring
 from .._jit.scores import LN2, LOG2E, activate, key_range, mask_kind, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
 
 _ROWS = tl.constexpr(64)
-_NO_ITEM = tl.constexpr(-1)
 # The groups take turns at issuing products, so that one works on scores while the tensor cores work for the other.
 _TURN_OF_0 = tl.constexpr(9)
 _TURN_OF_1 = tl.constexpr(10)
@@ -23,40 +22,73 @@ _STAGING = tl.constexpr(11)
 
 
 @triton.jit
-def _sequence_of(item, table, max_entries, query_tiles, H: tl.constexpr):
-    """The sequence of a work item; -1 past the end of the table."""
-    entry = item // (H * query_tiles)
-    return tl.load(table + 2 * entry, mask=entry < max_entries, other=-1)
-
-
-@triton.jit
-def _tile(item, table, offsets_q, offsets_kv, num_sequences, num_queries, total_kv, query_tiles,
+def _tile(item, table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries, total_kv, query_tiles,
           H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
           BROADCAST_Q: tl.constexpr):  # fmt: skip
     """Where the rows of a work item are, and which keys it sees.
 
     Returns:
         Head; start in q, start in out, rows and first row of the queries; start and rows of the keys; first key seen
-        and number of blocks of BN keys from there on: the one count that all roles agree on, at least 1.
+        and number of blocks of BN keys from there on: the one count that all roles agree on, at least 1 for an item and
+        0 past the last.
     """
-    head = item // query_tiles % H
     entry = item // (H * query_tiles)
-    b = tl.load(table + 2 * entry)
+    head = item // query_tiles % H
+    named = entry < max_entries
+    b = tl.load(table + 2 * entry, mask=named, other=-1)
+    first_row = tl.load(table + 2 * entry + 1, mask=named, other=0)
+    sequence = tl.maximum(b, 0)
     if BROADCAST_Q:
-        start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
-        start_q = start_kv * 0
-        start_out = start_q + b * num_queries
+        start_kv, len_kv = sequence_rows(offsets_kv, sequence, num_sequences, total_kv)
+        start_q = b * 0
+        start_out = b * num_queries
         len_q = num_queries
         first_row = item % query_tiles * ROWS
+        # The keys of no sequence are no one's to attend to; their entry is the last.
+        ended = (b < 0) | (b >= num_sequences)
     else:
-        start_q, len_q = sequence_rows(offsets_q, b, num_sequences, num_queries)
-        start_kv, len_kv = partner_rows(offsets_kv, b, num_sequences, total_kv)
+        start, len_q = sequence_rows(offsets_q, sequence, num_sequences, num_queries)
+        start_kv, len_kv = partner_rows(offsets_kv, sequence, num_sequences, total_kv)
+        start_q = start.to(tl.int32)
         start_out = start_q
-        first_row = tl.load(table + 2 * entry + 1)
+        ended = b < 0
     lo, _ = key_range(first_row, len_q, len_kv, MASK)
     _, hi = key_range(tl.minimum(first_row + ROWS, len_q) - 1, len_q, len_kv, MASK)
-    blocks = tl.maximum(tl.cdiv(hi - lo, BN), 1)
-    return head, start_q, start_out, len_q, first_row, start_kv, len_kv, lo, blocks
+    blocks = tl.where(ended, 0, tl.maximum(tl.cdiv(hi - lo, BN), 1))
+    return head, start_q, start_out, len_q, first_row, start_kv.to(tl.int32), len_kv, lo, blocks
+
+
+@triton.jit
+def _publish(slots, item_full, item_empty, turn, head, start_out, len_q, first_row, len_kv, lo, blocks):
+    """Hand a work item to the consumer groups: eight numbers in global memory, which every thread can read."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_empty[buf], phase ^ 1)
+    slot = slots + (tl.program_id(0) * 2 + buf) * 8
+    tl.store(slot, head)
+    tl.store(slot + 1, start_out)
+    tl.store(slot + 2, len_q)
+    tl.store(slot + 3, first_row)
+    tl.store(slot + 4, len_kv)
+    tl.store(slot + 5, lo)
+    tl.store(slot + 6, blocks)
+    tlx.barrier_arrive(item_full[buf], 1)
+
+
+@triton.jit
+def _receive(slots, item_full, item_empty, turn):
+    """What ``_publish`` handed out at this turn."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_full[buf], phase)
+    slot = slots + (tl.program_id(0) * 2 + buf) * 8
+    head = tl.load(slot, volatile=True)
+    start_out = tl.load(slot + 1, volatile=True)
+    len_q = tl.load(slot + 2, volatile=True)
+    first_row = tl.load(slot + 3, volatile=True)
+    len_kv = tl.load(slot + 4, volatile=True)
+    lo = tl.load(slot + 5, volatile=True)
+    blocks = tl.load(slot + 6, volatile=True)
+    tlx.barrier_arrive(item_empty[buf], 1)
+    return head, start_out, len_q, first_row, len_kv, lo, blocks
 
 
 @triton.jit
@@ -76,46 +108,56 @@ def load(desc_q, desc_k, desc_v, table, offsets_q, offsets_kv, counter, slots, m
          q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
          H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr,
          K_STAGES: tl.constexpr, V_STAGES: tl.constexpr, MASK: tl.constexpr, BROADCAST_Q: tl.constexpr):  # fmt: skip
-    """Hand out the items, and bring Q, K and V of each into shared memory."""
+    """Hand out the items, and bring Q, K and V of each into shared memory.
+
+    An item is looked up while the one before it is loaded, so that neither this role nor the consumers wait for the
+    counter, the table and the offsets, one after the other.
+    """
     Q_BYTES: tl.constexpr = _ROWS * D * tlx.size_of(tlx.dtype_of(desc_q))
     KV_BYTES: tl.constexpr = BN * D * tlx.size_of(tlx.dtype_of(desc_k))
     count = 0
     turn = 0
-    item = tl.program_id(0)
-    b = _sequence_of(item, table, max_entries, query_tiles, H)
-    while b >= 0:
-        following = next_item(counter)
-        # The keys of no sequence are no one's to attend to; their entry is the last.
-        if BROADCAST_Q and b >= num_sequences:
-            b = -1
-        else:
-            publish(slots, item_full, item_empty, turn, item)
-            head, start_q, _, len_q, first_row, start_kv, len_kv, lo, blocks = _tile(
-                item, table, offsets_q, offsets_kv, num_sequences, num_queries, total_kv, query_tiles,
-                H, BN, _ROWS * GROUPS, MASK, BROADCAST_Q,
-            )  # fmt: skip
-            column = head // GROUP * D
-            for i in range(blocks):
-                c0, c1, c2, c3 = ragged(start_kv, len_kv, lo + (blocks - 1 - i) * BN, column)
-                buf, phase = ring(count, K_STAGES)
-                tlx.barrier_wait(k_empty[buf], phase ^ 1)
-                tlx.barrier_expect_bytes(k_full[buf], KV_BYTES)
-                tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
-                if i == 0:
-                    for g in tl.static_range(GROUPS):
-                        d0, d1, d2, d3 = ragged(start_q, len_q, first_row + g * _ROWS, head * D)
-                        tlx.barrier_wait(q_empty[g], (turn & 1) ^ 1)
-                        tlx.barrier_expect_bytes(q_full[g], Q_BYTES)
-                        tlx.async_descriptor_load(desc_q, q_tiles[g], [d0, d1, d2, d3], q_full[g])
-                buf, phase = ring(count, V_STAGES)
-                tlx.barrier_wait(v_empty[buf], phase ^ 1)
-                tlx.barrier_expect_bytes(v_full[buf], KV_BYTES)
-                tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
-                count += 1
-            turn += 1
-            item = following
-            b = _sequence_of(item, table, max_entries, query_tiles, H)
-    publish(slots, item_full, item_empty, turn, _NO_ITEM)
+    head, start_q, start_out, len_q, first_row, start_kv, len_kv, lo, blocks = _tile(
+        tl.program_id(0), table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries, total_kv, query_tiles,
+        H, BN, _ROWS * GROUPS, MASK, BROADCAST_Q,
+    )  # fmt: skip
+    _publish(slots, item_full, item_empty, turn, head, start_out, len_q, first_row, len_kv, lo, blocks)
+    while blocks > 0:
+        next_head, next_q, next_len_q, next_row, next_kv, next_len_kv, next_lo, next_blocks = (
+            head, start_q, len_q, first_row, start_kv, len_kv, lo, blocks,
+        )  # fmt: skip
+        for i in range(blocks):
+            c0, c1, c2, c3 = ragged(start_kv, len_kv, lo + (blocks - 1 - i) * BN, head // GROUP * D)
+            buf, phase = ring(count, K_STAGES)
+            tlx.barrier_wait(k_empty[buf], phase ^ 1)
+            tlx.barrier_expect_bytes(k_full[buf], KV_BYTES)
+            tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
+            if i == 0:
+                for g in tl.static_range(GROUPS):
+                    d0, d1, d2, d3 = ragged(start_q, len_q, first_row + g * _ROWS, head * D)
+                    tlx.barrier_wait(q_empty[g], (turn & 1) ^ 1)
+                    tlx.barrier_expect_bytes(q_full[g], Q_BYTES)
+                    tlx.async_descriptor_load(desc_q, q_tiles[g], [d0, d1, d2, d3], q_full[g])
+            buf, phase = ring(count, V_STAGES)
+            tlx.barrier_wait(v_empty[buf], phase ^ 1)
+            tlx.barrier_expect_bytes(v_full[buf], KV_BYTES)
+            tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
+            count += 1
+            if i == 0:
+                (
+                    next_head, next_q, next_out, next_len_q, next_row, next_kv, next_len_kv, next_lo, next_blocks,
+                ) = _tile(
+                    next_item(counter), table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries,
+                    total_kv, query_tiles, H, BN, _ROWS * GROUPS, MASK, BROADCAST_Q,
+                )  # fmt: skip
+                _publish(
+                    slots, item_full, item_empty, turn + 1,
+                    next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks,
+                )  # fmt: skip
+        turn += 1
+        head, start_q, len_q, first_row, start_kv, len_kv, lo, blocks = (
+            next_head, next_q, next_len_q, next_row, next_kv, next_len_kv, next_lo, next_blocks,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -187,8 +229,8 @@ def _block(acc, p, m, l, count, scale, first_key, lo_rows, hi_rows, len_kv,  # n
 
 
 @triton.jit
-def attend(g: tl.constexpr, desc_o, out, lse, table, offsets_q, offsets_kv, slots,
-           num_sequences, num_queries, total_kv, query_tiles, scale, out_scale, q_tiles, k_tiles, v_tiles, o_tiles,
+def attend(g: tl.constexpr, desc_o, out, lse, offsets_kv, slots,
+           num_sequences, num_queries, total_kv, scale, out_scale, q_tiles, k_tiles, v_tiles, o_tiles,
            q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
            H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr,
            K_STAGES: tl.constexpr, V_STAGES: tl.constexpr, TURNS: tl.constexpr,
@@ -201,12 +243,8 @@ def attend(g: tl.constexpr, desc_o, out, lse, table, offsets_q, offsets_kv, slot
     turn = 0
     if TURNS and g == 1:
         tlx.named_barrier_arrive(_TURN_OF_0, 256)
-    item = receive(slots, item_full, item_empty, turn)
-    while item >= 0:
-        head, _, start_out, len_q, first_row, _, len_kv, lo, blocks = _tile(
-            item, table, offsets_q, offsets_kv, num_sequences, num_queries, total_kv, query_tiles,
-            H, BN, _ROWS * GROUPS, MASK, BROADCAST_Q,
-        )  # fmt: skip
+    head, start_out, len_q, first_row, len_kv, lo, blocks = _receive(slots, item_full, item_empty, turn)
+    while blocks > 0:
         rows = first_row + g * _ROWS + tl.arange(0, _ROWS)
         lo_rows, hi_rows = key_range(rows, len_q, len_kv, MASK)
         m = tl.zeros((_ROWS,), tl.float32) - float("inf")
@@ -254,6 +292,11 @@ def attend(g: tl.constexpr, desc_o, out, lse, table, offsets_q, offsets_kv, slot
         last, last_phase = ring(count - 1, V_STAGES)
         tlx.barrier_wait(v_full[last], last_phase)
         acc = tlx.async_dot(p, v_tiles[last], acc)
+        # The next item arrives under the last product.
+        turn += 1
+        next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks = _receive(
+            slots, item_full, item_empty, turn
+        )  # fmt: skip
         # The thread that issued the store of the item before says when it has read the staging tile.
         tlx.async_descriptor_store_wait(0)
         acc = tlx.async_dot_wait(0, acc)
@@ -262,7 +305,7 @@ def attend(g: tl.constexpr, desc_o, out, lse, table, offsets_q, offsets_kv, slot
         if ACT == "softmax":
             acc = acc * tl.where(l == 0.0, 0.0, out_scale / l)[:, None]
             lse_rows = (m + tl.math.log2(l)) * LN2
-            tl.store(lse + (start_out + rows) * H + head, lse_rows, mask=rows < len_q)
+            tl.store(lse + (start_out + rows).to(tl.int64) * H + head, lse_rows, mask=rows < len_q)
         else:
             acc = acc * out_scale
         tlx.named_barrier_wait(_STAGING + g, 128)
@@ -271,8 +314,9 @@ def attend(g: tl.constexpr, desc_o, out, lse, table, offsets_q, offsets_kv, slot
         tlx.named_barrier_wait(_STAGING + g, 128)
         c0, c1, c2, c3 = ragged(start_out, len_q, first_row + g * _ROWS, head * D)
         tlx.async_descriptor_store(desc_o, o_tiles[g], [c0, c1, c2, c3])
-        turn += 1
-        item = receive(slots, item_full, item_empty, turn)
+        head, start_out, len_q, first_row, len_kv, lo, blocks = (
+            next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks,
+        )  # fmt: skip
     if BROADCAST_Q:
         _write_empty(
             out, lse, offsets_kv, num_sequences, num_queries, total_kv, g, H, D, GROUPS, ACT == "softmax"
@@ -334,7 +378,8 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
                  q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
                  H, GROUP, D, BN, GROUPS, K_STAGES, V_STAGES, MASK, BROADCAST_Q)  # fmt: skip
         with tlx.async_task(num_warps=4, registers=REGISTERS, replicate=GROUPS):
-            attend(tlx.async_task_replica_id(), desc_o, out, lse, table, offsets_q, offsets_kv, slots,
-                   num_sequences, num_queries, total_kv, query_tiles, scale, out_scale,
-                   q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
+            attend(tlx.async_task_replica_id(), desc_o, out, lse, offsets_kv, slots,
+                   num_sequences, num_queries, total_kv, scale, out_scale,
+                   q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                   item_full, item_empty,
                    H, D, BN, GROUPS, K_STAGES, V_STAGES, TURNS, MASK, ACT, BROADCAST_Q)  # fmt: skip

@@ -28,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     offsets_kv = geometry.offsets_kv.contiguous()
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    slots = torch.empty(2 * ctas, dtype=torch.int32, device=q.device)
+    slots = torch.empty(16 * ctas, dtype=torch.int32, device=q.device)
     options = {"num_warps": 4, "num_stages": 1}
     if config.max_registers is not None:
         options["maxnreg"] = config.max_registers
