@@ -9,19 +9,19 @@ from jagged_attn.testing.aot import Compilation, Gate, compile_kernel
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence", "named_barrier")
 _SIZES = ("num_sequences", "num_queries", "total_kv", "chunk_tiles")
 _FACTORS = ("score_scale", "grad_scale", "out_scale")
-# Rows of queries, D, dtype, activation, bytes spilled. The general kernel for 65 to 128 queries of head dim 128 has all
-# 240 registers in use.
+# Rows of queries, D, dtype, activation, bytes spilled and filled. What spills are scalars of the loops, where dQ, dV or
+# dK, S and dP are in registers at once.
 CONFIGURATIONS = [
     (32, 128, "bf16", "softmax", 0),
     (64, 128, "bf16", "softmax", 0),
-    (128, 128, "bf16", "softmax", 32),
+    (128, 128, "bf16", "softmax", 124),
     (64, 128, "fp16", "softmax", 0),
-    (128, 128, "fp16", "softmax", 32),
+    (128, 128, "fp16", "softmax", 124),
     (32, 64, "bf16", "softmax", 0),
     (64, 64, "bf16", "softmax", 0),
     (128, 64, "bf16", "softmax", 0),
     (64, 128, "bf16", "fast_gelu", 0),
-    (128, 128, "bf16", "fast_gelu", 128),
+    (128, 128, "bf16", "fast_gelu", 124),
 ]
 
 
