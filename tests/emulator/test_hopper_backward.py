@@ -199,7 +199,7 @@ def test_keys_past_the_end_where_all_scores_are_very_negative():
 @pytest.mark.parametrize("activation", ["softmax", "gelu"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value):
-    case = Case((9, 65, 70), heads=(2, 1), activation=activation, extra_rows=2)
+    case = Case((9, 65, 70), activation=activation, extra_rows=2)
     clean, poisoned = case.tensors(), case.tensors()
     for x in poisoned.values():
         x[9 : 9 + 65] = value

@@ -179,33 +179,50 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
 
 
 @triton.jit
-def _weights(s, lse_row, first_query, query_lo, query_hi, scale, DTYPE: tl.constexpr, BM: tl.constexpr,
-             MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr):  # fmt: skip
+def _query_ranges(first_key, len_q, len_kv, KEYS: tl.constexpr, MASK: tl.constexpr):
+    """The queries ``[lo, hi)`` that see each of some keys, and ``[all_lo, all_hi)``, which see all of them."""
+    lo, hi = query_range(first_key + tl.arange(0, KEYS), len_q, len_kv, MASK)
+    all_lo, _ = query_range(first_key + (KEYS - 1), len_q, len_kv, MASK)
+    _, all_hi = query_range(first_key, len_q, len_kv, MASK)
+    return lo, hi, all_lo, all_hi
+
+
+@triton.jit
+def _masked(x, first_query, query_lo, query_hi, BM: tl.constexpr, MASK: tl.constexpr):
+    """``x [keys, queries]``, 0 where the mask forbids the pair. Ends that are the sequence's need no test."""
+    i = (first_query + tl.arange(0, BM))[None, :]
+    if not mask_opens(MASK, 1):
+        x = tl.where(i >= query_lo[:, None], x, 0.0)
+    if not mask_opens(MASK, 0):
+        x = tl.where(i < query_hi[:, None], x, 0.0)
+    return x
+
+
+@triton.jit
+def _weights(s, lse_row, first_query, query_lo, query_hi, all_lo, all_hi, scale, DTYPE: tl.constexpr,
+             BM: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr):  # fmt: skip
     """From scores ``[keys, queries]``: the activated scores, and the factor of dP in their gradient; both rounded.
 
     They are rounded here, not where they are used, for the registers. Keys and queries past the end are not masked:
     they are rows of zeros, whose scores of 0 give finite numbers, to be multiplied by such a row or not to be stored.
     """
     if ACT == "softmax":
-        # The minimum keeps rows of zeros finite: their own lse is below 0 where all true scores are.
+        # The score of a row of zeros may exceed the lse by far: the minimum keeps it finite.
         p = tl.exp2(tl.minimum(s * (scale * LOG2E) - lse_row[None, :], 0.0))
-        factor = p
+        if mask_kind(MASK) != "full":  # noqa: SIM102 - one is decided when this is compiled
+            if (first_query < all_lo) | (first_query + BM > all_hi):
+                p = _masked(p, first_query, query_lo, query_hi, BM, MASK)
+        p = p.to(DTYPE)
+        return p, p
     else:
         x = s * scale
         p = activate(x, ACT, FAST_TANH)
         factor = derivative(x, ACT, FAST_TANH)
-    if mask_kind(MASK) != "full":
-        i = (first_query + tl.arange(0, BM))[None, :]
-        allowed = i >= 0
-        # Ends that are those of the sequence need no test: see above.
-        if not mask_opens(MASK, 1):
-            allowed &= i >= query_lo[:, None]
-        if not mask_opens(MASK, 0):
-            allowed &= i < query_hi[:, None]
-        p = tl.where(allowed, p, 0.0)
-        factor = p if ACT == "softmax" else tl.where(allowed, factor, 0.0)
-    p = p.to(DTYPE)
-    return p, p if ACT == "softmax" else factor.to(DTYPE)
+        # Masked without a branch, which would cost registers here.
+        if mask_kind(MASK) != "full":
+            p = _masked(p, first_query, query_lo, query_hi, BM, MASK)
+            factor = _masked(factor, first_query, query_lo, query_hi, BM, MASK)
+        return p.to(DTYPE), factor.to(DTYPE)
 
 
 @triton.jit
@@ -229,11 +246,8 @@ def _first_query(trip, begin, tiles, GROUP: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def _reduce_dq(desc_dq, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr):
     """Add this group's columns of a query tile's dQ to the sum in global memory."""
-    # What the last reduction left in the buffer has been read: its issuer, a thread of this group, has waited.
-    tlx.named_barrier_wait(9 + g, 128)
     tlx.local_store(dq_tiles[g], dq)
     tlx.fence("async_shared")
-    tlx.named_barrier_wait(9 + g, 128)
     c0, c1, c2, c3 = ragged(start_q, len_q, first_query, head * D + g * (D // 2))
     tlx.async_descriptor_store(desc_dq, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
 
@@ -265,11 +279,10 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
         start_q, len_q, begin, tiles = _queries(
             b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
         )
-        query_lo = tl.zeros([HALF], tl.int32)
-        query_hi = query_lo
+        query_lo, query_hi, all_lo, all_hi = tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0
         if mask_kind(MASK) != "full":
             _, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
-            query_lo, query_hi = query_range(first_key + g * HALF + tl.arange(0, HALF), len_q, len_kv, MASK)
+            query_lo, query_hi, all_lo, all_hi = _query_ranges(first_key + g * HALF, len_q, len_kv, HALF, MASK)
         dk = tl.zeros([HALF, D], tl.float32)
         dv = tl.zeros([HALF, D], tl.float32)
         tlx.barrier_wait(k_full[0], turn & 1)
@@ -293,7 +306,9 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
                 lse_row = tlx.local_load(lse_rows[buf])
             else:
                 lse_row = tl.zeros([BM], tl.float32)
-            p, factor = _weights(s, lse_row, first_query, query_lo, query_hi, scale, DTYPE, BM, MASK, ACT, FAST_TANH)
+            p, factor = _weights(
+                s, lse_row, first_query, query_lo, query_hi, all_lo, all_hi, scale, DTYPE, BM, MASK, ACT, FAST_TANH
+            )
             own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, BM])
             if PARK:
                 tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
@@ -348,14 +363,11 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
         # The dK of the item before left this buffer before the reductions since then left theirs.
         tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
         tlx.fence("async_shared")
-        tlx.named_barrier_wait(9 + g, 128)
         c0, c1, c2, c3 = ragged(start_kv, len_kv, first_key + g * HALF, item % KV_HEADS * D)
         tlx.async_descriptor_store(desc_dv, out_tiles[g], [c0, c1, c2, c3])
         tlx.async_descriptor_store_wait(0)
-        tlx.named_barrier_wait(9 + g, 128)
         tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
         tlx.fence("async_shared")
-        tlx.named_barrier_wait(9 + g, 128)
         tlx.async_descriptor_store(desc_dk, out_tiles[g], [c0, c1, c2, c3])
         turn += 1
         item = receive(slots, item_full, item_empty, turn)
@@ -380,7 +392,6 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, row_
     | ds_empty | 2 | both groups, after dQ | both groups, before they store the next dS |
     | item_full | 1 | load, when the slot holds an item | both groups |
     | item_empty | 2 | both groups, when they have read it | load |
-    | named 9, 10 | 128 threads | group 0; group 1: its own staging buffers | the same |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     k_tile = tlx.local_alloc((BN, D), DTYPE, 1)
