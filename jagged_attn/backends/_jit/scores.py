@@ -162,13 +162,15 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _hardware_tanh(x):
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _fast_sigmoid(x, FAST_TANH: tl.constexpr):
     """``(1 + tanh(x / 2)) / 2`` with the hardware's tanh."""
     if FAST_TANH:
-        t = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return 0.5 * t + 0.5
+        return 0.5 * _hardware_tanh(0.5 * x) + 0.5
     else:
         return _sigmoid(x)
 
@@ -208,6 +210,20 @@ def activate(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
     else:
         gate, _ = _gate(x, ACT, FAST_TANH)
         return x * gate
+
+
+@triton.jit
+def activate_product(s, scale, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
+    """``activate(s * scale)``; the fast ones with the scale folded into their constants, three operations fewer."""
+    if FAST_TANH and ACT == "fast_gelu":
+        half = s * (0.5 * scale)
+        linear = scale * (0.5 * _GELU_2A)
+        return half * _hardware_tanh(s * (linear + s * s * (linear * scale * scale * _GELU_B))) + half
+    elif FAST_TANH and ACT == "fast_silu":
+        half = s * (0.5 * scale)
+        return half * _hardware_tanh(half) + half
+    else:
+        return activate(s * scale, ACT, FAST_TANH)
 
 
 @triton.jit

@@ -11,14 +11,13 @@ import triton.language as tl
 
 from .._jit.jagged import partner_rows, sequence_rows
 from .._jit.rings import next_item, ragged, ring
-from .._jit.scores import LN2, LOG2E, activate, key_range, mask_kind, mask_opens, pairs_allowed
+from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_kind, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
 
 _ROWS = tl.constexpr(64)
 # The groups take turns at issuing products, so that one works on scores while the tensor cores work for the other.
 _TURN_OF_0 = tl.constexpr(9)
 _TURN_OF_1 = tl.constexpr(10)
-_STAGING = tl.constexpr(11)
 
 
 @triton.jit
@@ -198,7 +197,7 @@ def _activated(s, m, l, scale, first_key, lo_rows, hi_rows, len_kv,  # noqa: E74
         alpha = tl.math.exp2(m - base)
         return p, alpha, m_new, l * alpha + tl.sum(p, 1)
     else:
-        p = activate(s * scale, ACT, True)
+        p = activate_product(s, scale, ACT, True)
         if MASKED:
             p = tl.where(allowed, p, 0.0)
         return p, m, m, l
@@ -297,7 +296,7 @@ def attend(g: tl.constexpr, desc_o, out, lse, offsets_kv, slots,
         next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks = _receive(
             slots, item_full, item_empty, turn
         )  # fmt: skip
-        # The thread that issued the store of the item before says when it has read the staging tile.
+        # The store of the item before has read the staging tile.
         tlx.async_descriptor_store_wait(0)
         acc = tlx.async_dot_wait(0, acc)
         tlx.barrier_arrive(v_empty[last], 1)
@@ -308,10 +307,8 @@ def attend(g: tl.constexpr, desc_o, out, lse, offsets_kv, slots,
             tl.store(lse + (start_out + rows).to(tl.int64) * H + head, lse_rows, mask=rows < len_q)
         else:
             acc = acc * out_scale
-        tlx.named_barrier_wait(_STAGING + g, 128)
         tlx.local_store(o_tiles[g], acc.to(DTYPE))
         tlx.fence("async_shared")
-        tlx.named_barrier_wait(_STAGING + g, 128)
         c0, c1, c2, c3 = ragged(start_out, len_q, first_row + g * _ROWS, head * D)
         tlx.async_descriptor_store(desc_o, o_tiles[g], [c0, c1, c2, c3])
         head, start_out, len_q, first_row, len_kv, lo, blocks = (
@@ -357,7 +354,6 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     | k_empty, v_empty | GROUPS | every attend group | load |
     | item_full, item_empty | 1, GROUPS | load, every attend group | every attend group, load |
     | named 9, 10 | 256 threads | the other group, having issued its products | group 0, group 1, before issuing |
-    | named 11, 12 | 128 threads | the threads of group 0, of group 1, around the staging of ``out`` | the same |
     """
     q_tiles = tlx.local_alloc((_ROWS, D), tlx.dtype_of(desc_q), GROUPS)
     k_tiles = tlx.local_alloc((BN, D), tlx.dtype_of(desc_k), K_STAGES)
