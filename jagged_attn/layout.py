@@ -4,11 +4,11 @@ import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 
@@ -119,10 +119,35 @@ class _Derived:
         return other is not None and self.version == offsets._version and self.other_version == other._version
 
 
-_DERIVED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+class _Kept(NamedTuple):
+    """What is kept beside one offsets tensor."""
+
+    owner: "weakref.ReferenceType[Tensor]"
+    entries: dict[Hashable, _Derived]
 
 
-def derived(offsets: Tensor, other: Tensor, key: Hashable, build: Callable[[], T]) -> T:
+# By the id of the offsets tensor, which leaves as the tensor dies. PyTorch's WeakTensorKeyDictionary does the same at
+# five times the CPU time a look.
+_DERIVED: dict[int, _Kept] = {}
+# Enough for the kinds of calls of a model. One that never repeats a call (a scale that changes) starts over.
+_MOST_ENTRIES = 256
+
+
+def _entries_of(offsets: Tensor) -> dict[Hashable, _Derived]:
+    address = id(offsets)
+    kept = _DERIVED.get(address)
+    if kept is None or kept.owner() is not offsets:
+        kept = _DERIVED[address] = _Kept(weakref.ref(offsets, partial(_forget, _DERIVED, address)), {})
+    return kept.entries
+
+
+def _forget(all_kept: dict[int, _Kept], address: int, owner: "weakref.ReferenceType[Tensor]") -> None:
+    kept = all_kept.get(address)
+    if kept is not None and kept.owner is owner:
+        del all_kept[address]
+
+
+def derived(offsets: Tensor, other: Tensor, key: object, build: Callable[[], T]) -> T:
     """``build()``, remembered for this pair of offsets tensors until either is written to or freed.
 
     Nothing is remembered while a CUDA graph is captured (the graph must contain the work, since its replays see other
@@ -131,21 +156,29 @@ def derived(offsets: Tensor, other: Tensor, key: Hashable, build: Callable[[], T
     Args:
         offsets: the tensor beside which the value is kept. The value must not refer to it.
         other: a second tensor that the value depends on; the same one if there is none.
-        key: tells apart what is derived from the same tensors.
+        key: tells apart what is derived from the same tensors; under a key without a hash nothing is remembered.
         build: computes the value.
     """
     if offsets.is_inference() or other.is_inference() or _is_capturing(offsets):
         return build()
-    entries: dict[Hashable, _Derived] = _DERIVED.setdefault(offsets, {})
-    full_key = (key, id(other))
-    entry = entries.get(full_key)
-    if entry is not None and entry.other() is other and entry.is_valid(offsets):
+    entries = _entries_of(offsets)
+    full_key: Hashable = (key, id(other))
+    try:
+        entry = entries.get(full_key)
+    except TypeError:  # it has no hash
+        full_key = None
+    if full_key is None:
+        return build()
+    # The key has the id of the other tensor: if what was there lives, it is this one.
+    if entry is not None and entry.is_valid(offsets):
         return entry.value
     # Also when this call runs in inference mode: a training step that comes later saves the value for its backward.
     with torch.inference_mode(False):
         value = build()
     for stale in [k for k, e in entries.items() if not e.is_valid(offsets)]:
         entries.pop(stale, None)
+    if len(entries) >= _MOST_ENTRIES:
+        entries.clear()
     entries[full_key] = _Derived(value, offsets._version, weakref.ref(other), other._version)
     return value
 

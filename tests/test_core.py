@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jagged_attn as ja
 from jagged_attn.activations import ACTIVATIONS, ELEMENTWISE, normalize_activation
-from jagged_attn.layout import _DERIVED, derived, row_bounds
+from jagged_attn.layout import _DERIVED, _MOST_ENTRIES, derived, row_bounds
 from jagged_attn.masks import parse_mask
 from jagged_attn.schedule.tiles import max_tiles, tile_table
 
@@ -101,7 +101,7 @@ class TestLayout:
         for step in range(9):
             offsets[1] = step % 5
             derived(offsets, offsets, ("key", step), lambda: 0)
-        assert len(_DERIVED[offsets]) == 1
+        assert len(_DERIVED[id(offsets)].entries) == 1
 
     def test_derived_values_die_with_their_tensor(self) -> None:
         class Value:
@@ -116,8 +116,16 @@ class TestLayout:
         offsets = torch.tensor([0, 2])
         derived(offsets, offsets, "key", Value)
         assert Value.alive == 1
+        address = id(offsets)
         del offsets
         assert Value.alive == 0
+        assert address not in _DERIVED
+
+    def test_what_is_derived_beside_one_tensor_has_a_bound(self) -> None:
+        offsets = torch.tensor([0, 2])
+        for scale in range(3 * _MOST_ENTRIES):
+            assert derived(offsets, offsets, scale, lambda scale=scale: scale) == scale  # type: ignore[misc]
+        assert len(_DERIVED[id(offsets)].entries) <= _MOST_ENTRIES
 
     def test_what_an_inference_call_remembers_serves_a_training_step(self) -> None:
         offsets = torch.tensor([0, 2, 5])
@@ -303,6 +311,63 @@ class TestErrors:
             ja.broadcast_q_attention(q[0], k, v, LAYOUT)
         with pytest.raises(ValueError, match="mask must not be BlockDiagonal"):
             ja.broadcast_q_attention(q, k, v, LAYOUT, mask=ja.BlockDiagonal(2))
+
+
+class TestRememberedCalls:
+    """What was decided of a call is kept beside its offsets: a later call must not take it for another's."""
+
+    def test_a_call_that_was_right_hides_no_error_of_one_like_it(self) -> None:
+        q, k, v = qkv()
+        ja.jagged_attention(q, k, v, LAYOUT, scale=1.0, deterministic=True)
+        for options, words in [
+            ({"scale": True}, "scale must be a float, got bool"),
+            ({"scale": 1.0, "out_scale": True}, "out_scale must be a float, got bool"),
+            ({"scale": [1.0]}, "scale must be a float, got list"),
+            ({"scale": 1.0, "mask": {}}, "mask must be Full"),
+            ({"scale": 1.0, "activation": {}}, "activation must be a name or a tuple of names, one a head, got {}"),
+        ]:
+            with pytest.raises(TypeError, match=words) as caught:
+                ja.jagged_attention(q, k, v, LAYOUT, deterministic=True, **options)
+            assert caught.value.__context__ is None
+        wide = torch.randn(5, 3, 16)[..., ::2]
+        for args, words in [
+            ((wide, k, v), "q must be contiguous in its last dimension"),
+            ((q, k, wide), "v must be contiguous in its last dimension"),
+            ((q, k.double(), v), "k must have q's dtype"),
+            ((q.int(), k, v), "q must be bfloat16, float16, float32 or float64"),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                ja.jagged_attention(*args, LAYOUT, scale=1.0, deterministic=True)
+        ja.jagged_attention(q, k, v, LAYOUT, mask=ja.BlockDiagonal(2))
+        with pytest.raises(ValueError, match="mask must not be BlockDiagonal"):
+            ja.broadcast_q_attention(q, k, v, LAYOUT, mask=ja.BlockDiagonal(2))
+
+    def test_calls_on_one_layout_give_what_each_gives_on_its_own(self) -> None:
+        q, k, v = qkv()
+        other = ja.JaggedLayout(torch.tensor([0, 1, 3, 5]))
+        names = ("gelu", "softmax", "silu")
+        variants: list[dict[str, object]] = [{"mask": mask} for mask in MASKS]
+        variants += [{"activation": x} for x in ("gelu", names, list(names), list(reversed(names)))]
+        variants += [{"scale": x} for x in (None, 1, 1.0, 0.5)] + [{"out_scale": x} for x in (1, 2, 2.0)]
+        variants += [{"layout_kv": other}, {"layout_kv": LAYOUT}, {"backend": "reference"}]
+        for options in variants * 2:
+            expected = ja.jagged_attention(q, k, v, ja.JaggedLayout(LAYOUT.offsets.clone()), **own_layout(options))
+            assert torch.equal(ja.jagged_attention(q, k, v, LAYOUT, **options), expected), options
+            shared = ja.broadcast_q_attention(q, k, v, LAYOUT)
+            assert shared.shape == (3, 5, 3, 8)
+
+    def test_autocast_is_looked_at_in_every_call(self) -> None:
+        q, k, v = qkv()
+        dtypes = []
+        for enabled in (False, True, False, True):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                dtypes.append(ja.jagged_attention(q, k, v, LAYOUT).dtype)
+        assert dtypes == [torch.float32, torch.bfloat16] * 2
+
+
+def own_layout(options: dict[str, object]) -> dict[str, object]:
+    """Options that share no offsets tensor with ``LAYOUT``."""
+    return {name: None if x is LAYOUT else x for name, x in options.items()}
 
 
 class TestBackendChoice:
