@@ -8,24 +8,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from .custom_ops import attention_backward_kernel, attention_kernel, library
 
 
 class _Attention(torch.autograd.Function):
-    """``out, lse`` from the operator below autograd; gradients from ``jagged_attn::attention_backward``."""
+    """``out, lse`` from the operator below autograd; gradients from ``jagged_attn::attention_backward``.
+
+    ``arguments`` are the operator's past q, k and v: in one tuple, because each argument of a Function costs time.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor,
-        offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor], *static: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = _forward(q, k, v, offsets_q, offsets_kv, tables, *static)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], plain: bool
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, arguments, plain)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        offsets = (_savable(x) for x in (offsets_q, offsets_kv, *tables))
-        ctx.save_for_backward(q, k, v, out, lse, *offsets)
-        ctx.static = static
+        offsets_q, offsets_kv, tables, *ctx.static = arguments
+        ctx.save_for_backward(q, k, v, out, lse, _savable(offsets_q), _savable(offsets_kv), *tables)
         return out, lse
 
     @staticmethod
@@ -33,10 +38,14 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, offsets_q, offsets_kv, *tables = ctx.saved_tensors
         grads: tuple[Tensor | None, ...] = (None, None, None)
         if dout is not None:
-            is_plain = not torch.is_grad_enabled() and _is_plain(dout, q, k, v)
-            backward = attention_backward_kernel if is_plain else torch.ops.jagged_attn.attention_backward
+            plain = not torch.is_grad_enabled() and is_plain(dout, q, k, v)
+            backward = attention_backward_kernel if plain else torch.ops.jagged_attn.attention_backward
             grads = backward(dout, q, k, v, out, lse, offsets_q, offsets_kv, tables, *ctx.static)
-        return (*grads, None, None, None, *(None for _ in ctx.static))
+        return (*grads, None, None)
+
+
+# ``Function.apply`` without its own look at what ``is_plain`` has ruled out already, which takes a third of its time.
+_apply_plain = super(torch.autograd.Function, _Attention).apply
 
 
 def _savable(x: Tensor | None) -> Tensor | None:
@@ -63,48 +72,46 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """``torch.ops.jagged_attn.attention(q, k, v, *args)``, past the dispatcher where nothing would see it.
+def attention(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], plain: bool) -> tuple[Tensor, Tensor]:
+    """``torch.ops.jagged_attn.attention(q, k, v, *arguments)``, past the dispatcher where nothing would see it.
 
     Its way from Python to Python and back costs more CPU time than the launch of a kernel. Whatever watches operators
-    (a compiler, a dispatch mode, a tensor subclass) gets the operator.
+    (a dispatch mode, a tensor subclass) gets the operator: where ``plain``, which is ``is_plain(q, k, v)``, is false.
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.jagged_attn.attention(q, k, v, *args)
-    if torch.autograd.forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0:
         raise RuntimeError(
             "jagged_attn does not support forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad): "
             "use backward(), torch.autograd.grad() or torch.autograd.functional.jacobian()."
         )
-    return _differentiable(q, k, v, *args)
-
-
-def _differentiable(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, *args)
-    return _forward(q, k, v, *args)
+        return (_apply_plain if plain else _Attention.apply)(q, k, v, arguments, plain)
+    return _forward(q, k, v, arguments, plain)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    if _is_plain(q, k, v):
-        return attention_kernel(q, k, v, *args)
+def _forward(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], plain: bool) -> tuple[Tensor, Tensor]:
+    if plain:
+        return attention_kernel(q, k, v, *arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.jagged_attn.attention(q, k, v, *args)
+        return torch.ops.jagged_attn.attention(q, k, v, *arguments)
 
 
-def _is_plain(*tensors: Tensor) -> bool:
-    """Whether nothing watches operators on these tensors."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._is_torch_function_mode_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_meta for x in tensors)
-    )
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether nothing watches operators on these tensors, all on one device."""
+    if _len_torch_dispatch_stack() or _is_torch_function_mode_enabled() or peek_interpreter_stack() is not None:
+        return False
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not Parameter:
+            return False
+    return not tensors[0].is_meta
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return attention(q, k, v, arguments, is_plain(q, k, v))
 
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:
     return _AttentionBackward.apply(*args)
 
 
-library.impl("attention", _differentiable, "Autograd")
+library.impl("attention", _attention, "Autograd")
 library.impl("attention_backward", _attention_backward, "Autograd")

@@ -44,7 +44,7 @@ def _outside_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(kernel)
     def run(first: Tensor, *args: Any) -> Any:
-        if not torch.is_autocast_enabled(first.device.type):
+        if not torch._C._is_any_autocast_enabled():
             return kernel(first, *args)
         with torch.autocast(first.device.type, enabled=False):
             return kernel(first, *args)
@@ -67,11 +67,10 @@ def _spec(
     return AttentionSpec(kind, dtype, *heads, parse_mask(mask), names, scale, out_scale, deterministic)
 
 
-def _facts(
-    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor, *static: str | float
-) -> AttentionSpec:
+def _facts(q: Tensor, v: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor, *static: str | float) -> AttentionSpec:
     kind: Kind = "broadcast_q" if offsets_q is None else "self" if offsets_q is offsets_kv else "cross"
-    return _spec(kind, q.dtype, (q.shape[1], k.shape[1], q.shape[2], v.shape[2]), *static)
+    (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
+    return _spec(kind, q.dtype, (heads, kv_heads, dim, value_dim), *static)
 
 
 def _attention(
@@ -79,7 +78,7 @@ def _attention(
     offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor],
     mask: str, activation: str, scale: float, out_scale: float, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    spec = _facts(q, k, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
+    spec = _facts(q, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
     return dispatch.load(backend).forward(q, k, v, Geometry(offsets_q, offsets_kv, tuple(tables)), spec)
 
 
@@ -96,7 +95,7 @@ def _attention_backward(
     offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor],
     mask: str, activation: str, scale: float, out_scale: float, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    spec = _facts(q, k, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
+    spec = _facts(q, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
     geometry = Geometry(offsets_q, offsets_kv, tuple(tables))
     return dispatch.load(backend).backward(dout, q, k, v, out, lse, geometry, spec)
 

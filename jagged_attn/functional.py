@@ -20,13 +20,22 @@ from .spec import AttentionSpec, Kind
 _FULL = Full()
 
 
-class _Plan(NamedTuple):
-    """What the static facts of a call decide."""
+class _Static(NamedTuple):
+    """The operator's static arguments, in its order."""
 
-    backend: str
-    tables: tuple[TableRequest, ...]
+    mask: str
     activation: str
-    has_elementwise: bool
+    scale: float
+    out_scale: float
+    deterministic: bool
+    backend: str
+
+
+class _Decision(NamedTuple):
+    """What is settled of a call before it runs: the operator's arguments past the offsets."""
+
+    tables: list[Tensor]
+    static: _Static
 
 
 @lru_cache(maxsize=4096)
@@ -39,15 +48,17 @@ def _make_spec(
 
 
 @lru_cache(maxsize=4096)
-def _make_plan(device: torch.device, backend: str, *facts: Any) -> _Plan:
+def _make_plan(device: torch.device, backend: str, *facts: Any) -> tuple[tuple[TableRequest, ...], tuple[Any, ...]]:
+    """What the static facts of a call decide: the tables that its backend wants, and the fields of ``_Static``."""
     spec, arch = _make_spec(*facts), arch_of(device)
     name = dispatch.choose(backend, spec, arch)
-    tables = dispatch.capability(name).table_requests(spec, arch)
-    return _Plan(name, tables, ",".join(spec.activation), spec.activation != (SOFTMAX,))
+    requests = dispatch.capability(name).table_requests(spec, arch)
+    activation = ",".join(spec.activation)
+    return requests, (spec.mask.code, activation, spec.scale, spec.out_scale, spec.deterministic, name)
 
 
-def _make_plan_constant(device: torch.device, backend: str, *facts: Any) -> tuple[Any, ...]:
-    return tuple(_make_plan(device, backend, *facts))
+def _make_plan_constant(*arguments: Any) -> tuple[tuple[TableRequest, ...], tuple[Any, ...]]:
+    return _make_plan(*arguments)
 
 
 # In a traced graph the plan is a constant: it depends on nothing but what dynamo guards on anyway. This is what
@@ -77,12 +88,18 @@ def _tables(
     return derived(offsets_kv, other, ("tables", requests, rows_q, rows_kv), build)
 
 
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast, if it is on for a kind of device."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype, if autocast is on for their device; float64 stays, as in PyTorch."""
-    device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    dtype = _autocast_dtype(tensors[0].device.type)
+    if dtype is None:
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
@@ -91,21 +108,23 @@ def _attend(
     activation: str | Sequence[str], scale: float | None, out_scale: float, deterministic: bool,
     return_lse: bool, backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    q, k, v, facts = _check(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic)
-    dispatch.check_name(backend)
-    if torch.compiler.is_compiling():
-        plan = _Plan(*_make_plan_constant(q.device, backend, *facts))
-    else:
-        plan = _make_plan(q.device, backend, *facts)
-    if return_lse and plan.has_elementwise:
-        raise ValueError(f"return_lse must be False unless every head is a softmax, got activation={activation!r}.")
+    options = (mask, activation, scale, out_scale, deterministic, backend)
     offsets_q = None if layout_q is None else layout_q.offsets
-    tables = _tables(plan.tables, q, k, offsets_q, layout_kv.offsets)
-    _, _, _, mask_code, _, scale_, out_scale_, deterministic_ = facts
-    out, lse = autograd.attention(
-        q, k, v, offsets_q, layout_kv.offsets, tables,
-        mask_code, plan.activation, scale_, out_scale_, deterministic_, plan.backend,
-    )  # fmt: skip
+    is_compiling = torch.compiler.is_compiling()
+    is_plain = not is_compiling and autograd.is_plain(q, k, v)
+    if is_plain:
+        decision = _recall(q, k, v, layout_q, layout_kv, options)
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _autocast(q, k, v)
+    else:
+        q, k, v, decision = _decide(q, k, v, layout_q, layout_kv, *options)
+    if return_lse and decision.static.activation != SOFTMAX:
+        raise ValueError(f"return_lse must be False unless every head is a softmax, got activation={activation!r}.")
+    arguments = (offsets_q, layout_kv.offsets, decision.tables, *decision.static)
+    if is_compiling:
+        out, lse = torch.ops.jagged_attn.attention(q, k, v, *arguments)
+    else:
+        out, lse = autograd.attention(q, k, v, arguments, is_plain)
     return (out, lse) if return_lse else out
 
 
@@ -129,6 +148,38 @@ def _check(
         activation = names[0] if len(names) == 1 else names
     deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
     return q, k, v, (kind, q.dtype, heads, mask.code, activation, scale, out_scale, deterministic)
+
+
+def _decide(
+    q: Tensor, k: Tensor, v: Tensor, layout_q: JaggedLayout | None, layout_kv: JaggedLayout, mask: Mask,
+    activation: str | Sequence[str], scale: float | None, out_scale: float, deterministic: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, _Decision]:  # fmt: skip
+    """The inputs after autocast, and the decision; raises what the public docstrings list, but for ``return_lse``."""
+    q, k, v, facts = _check(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic)
+    dispatch.check_name(backend)
+    make_plan = _make_plan_constant if torch.compiler.is_compiling() else _make_plan
+    requests, static = make_plan(q.device, backend, *facts)
+    offsets_q = None if layout_q is None else layout_q.offsets
+    return q, k, v, _Decision(_tables(requests, q, k, offsets_q, layout_kv.offsets), _Static(*static))
+
+
+def _recall(
+    q: Tensor, k: Tensor, v: Tensor, layout_q: JaggedLayout | None, layout_kv: JaggedLayout, options: tuple[Any, ...]
+) -> _Decision:
+    """What ``_decide`` said of such a call on these offsets: a look into a table in place of all its checks."""
+    _, _, scale, out_scale, _, _ = options
+    key = (
+        layout_q is None,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device,
+        _autocast_dtype(q.device.type) if torch._C._is_any_autocast_enabled() else None,
+        torch.are_deterministic_algorithms_enabled(),
+        # 1, 1.0 and True are one key otherwise.
+        type(scale), type(out_scale), options,
+    )  # fmt: skip
+    offsets_kv = layout_kv.offsets
+    other = offsets_kv if layout_q is None else layout_q.offsets
+    return derived(offsets_kv, other, key, lambda: _decide(q, k, v, layout_q, layout_kv, *options)[3])
 
 
 @overload

@@ -42,10 +42,9 @@ def opcheck_arguments(case: Case, target: Target) -> tuple[object, ...]:
     from jagged_attn import functional  # what the public function computes on its way to the operator
 
     mask, names = case.options.get("mask", ja.Full()), case.options.get("activation", "softmax")
-    _, _, _, facts = functional._check(*leaves, inputs.layout_q, inputs.layout_kv, mask, names, None, 1.0, False)
-    plan = functional._make_plan(leaves[0].device, target.backend, *facts)
-    tables = functional._tables(plan.tables, leaves[0], leaves[1], offsets_q, offsets_kv)
-    return (*leaves, offsets_q, offsets_kv, tables, mask.code, plan.activation, 0.25, 1.0, False, target.backend)
+    options = (mask, names, 0.25, 1.0, False, target.backend)
+    *_, decision = functional._decide(*leaves, inputs.layout_q, inputs.layout_kv, *options)
+    return (*leaves, offsets_q, offsets_kv, decision.tables, *decision.static)
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
