@@ -6,7 +6,7 @@ and may import Triton. A small backend is one module for both.
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,8 +50,7 @@ class Capability(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The jagged side of a call: offsets and the tables asked for.
 
     Attributes:
@@ -114,7 +113,7 @@ def new_outputs(q: Tensor, v: Tensor, geometry: Geometry, has_softmax: bool) -> 
     """Uninitialised ``out`` and ``lse``; fakes and backends allocate through this, so that both agree."""
     shape = out_shape(q, v, geometry)
     lse_shape = shape[:-1] if has_softmax else (*shape[:-2], 0)
-    return q.new_empty(shape, dtype=v.dtype), q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+    return v.new_empty(shape), q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """The operations of the portable backend: what is computed once for a kind of call, and the launches."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -91,16 +90,12 @@ def _plan_of(spec: AttentionSpec, device: torch.device, strides: tuple[int, ...]
     return _plan(spec, device, allow_tf32, max(strides) >= _WIDE_STRIDE)
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` current: Triton launches on the current device and its current stream."""
-    if device.type == "cpu":
-        return interpreter.quiet_arithmetic()
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
-
-
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
     """Row and head strides of each, the two dimensions before the last."""
-    return tuple([stride for x in tensors for stride in x.stride()[-3:-1]])
+    strides: tuple[int, ...] = ()
+    for x in tensors:
+        strides += x.stride()[-3:-1]
+    return strides
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
@@ -114,18 +109,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     plan = _plan_of(spec, q.device, strides)
     out, lse = new_outputs(q, v, geometry, spec.has_softmax)
     table, offsets_kv = geometry.tables[0], geometry.offsets_kv.contiguous()
-    sizes = (geometry.num_sequences, q.shape[0], k.shape[0])
+    num_sequences, num_queries, num_keys = sizes = geometry.num_sequences, q.shape[0], k.shape[0]
     others = (*strides, spec.scale, spec.out_scale)
     programs = table.shape[0] * spec.num_heads
-    with _on(q.device):
-        if geometry.offsets_q is not None:
-            tensors = (q, k, v, out, lse, table, geometry.offsets_q.contiguous(), offsets_kv)
-            plan.forward.launch(programs, tensors, sizes, others)
-        elif out.numel():
-            wide = is_wide(q.shape[0], geometry.num_sequences, k.shape[0])
-            kernel = plan.broadcast_q_forward_wide if wide else plan.broadcast_q_forward
-            query_tiles = -(-q.shape[0] // kernel.constants["BLOCK_Q"])
-            kernel.launch(programs * query_tiles, (q, k, v, out, lse, table, offsets_kv), sizes, others)
+    if geometry.offsets_q is not None:
+        tensors = (q, k, v, out, lse, table, geometry.offsets_q.contiguous(), offsets_kv)
+        plan.forward.launch(programs, tensors, sizes, others)
+    elif num_sequences and num_queries:
+        wide = is_wide(num_queries, num_sequences, num_keys)
+        kernel = plan.broadcast_q_forward_wide if wide else plan.broadcast_q_forward
+        query_tiles = -(-num_queries // kernel.constants["BLOCK_Q"])
+        kernel.launch(programs * query_tiles, (q, k, v, out, lse, table, offsets_kv), sizes, others)
     return out, lse
 
 
@@ -162,12 +156,11 @@ def backward(
         offsets_q, geometry.offsets_kv.contiguous(), geometry.tables, geometry.num_sequences, _strides(dout, q, k, v),
     )  # fmt: skip
     plan = _plan_of(spec, q.device, call.strides + _strides(*grads))
-    with _on(q.device):
-        if offsets_q is None:
-            _backward_broadcast_q(call, spec, plan)
-        else:
-            _backward_queries(call, offsets_q, spec, plan)
-            _backward_keys(call, offsets_q, 0, spec, plan)
+    if offsets_q is None:
+        _backward_broadcast_q(call, spec, plan)
+    else:
+        _backward_queries(call, offsets_q, spec, plan)
+        _backward_keys(call, offsets_q, 0, spec, plan)
     return grads
 
 

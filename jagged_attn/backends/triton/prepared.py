@@ -1,8 +1,10 @@
 """A kernel with its constants, launched at little cost once it is compiled."""
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
@@ -33,7 +35,7 @@ class PreparedKernel:
     def launch(
         self, programs: int, tensors: tuple[Tensor, ...], sizes: tuple[int, ...], others: tuple[Any, ...]
     ) -> None:
-        """Launch on the current device and stream.
+        """Launch on the device of the tensors, on its current stream.
 
         Args:
             programs: size of the grid.
@@ -41,13 +43,32 @@ class PreparedKernel:
             sizes: counts of rows, sequences and the like, which change from call to call; second.
             others: strides and factors, few combinations in a model; third.
         """
+        index = tensors[0].device.index
+        if tensors[0].is_cuda and index != torch.cuda.current_device():
+            # Triton launches on the current device.
+            with torch.cuda.device(index):
+                return self.launch(programs, tensors, sizes, others)
         # Triton compiles for pointers' alignment and dtype, and for sizes that need 64 bits.
-        key = (others, tensors[0].device.index, tuple([x.dtype for x in tensors]))
-        plain = max(sizes) < _NARROW and not any(x.data_ptr() % _ALIGNMENT for x in tensors)
+        key = (others, index, tuple([x.dtype for x in tensors]))
+        addresses = 0
+        for x in tensors:
+            addresses |= x.data_ptr()
+        plain = addresses % _ALIGNMENT == 0 and max(sizes) < _NARROW
         compiled = self._compiled.get(key) if plain else None
         if compiled is not None:
             compiled[(programs, 1, 1)](*tensors, *sizes, *others, *self._tail)
-            return
-        compiled = self._kernel[(programs,)](*tensors, *sizes, *others, **self.constants, **self._options)
+            return None
+        with _quiet(tensors[0]):
+            compiled = self._kernel[(programs,)](*tensors, *sizes, *others, **self.constants, **self._options)
         if plain and hasattr(compiled, "function"):
             self._compiled[key] = compiled
+        return None
+
+
+def _quiet(x: Tensor) -> AbstractContextManager[Any]:
+    """On a CPU, where Triton interprets the kernel, inf and NaN without a word."""
+    if x.is_cuda:
+        return nullcontext()
+    from .._jit import interpreter
+
+    return interpreter.quiet_arithmetic()
