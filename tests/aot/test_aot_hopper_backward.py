@@ -1,0 +1,90 @@
+"""The Hopper backward compiles for sm_90a: what it may take, by head dim, dtype, mask and activation."""
+
+import functools
+import re
+
+import pytest
+
+from jagged_attn.backends.tlx_hopper.backward import backward_kv, finish_dq, prepare_backward
+from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
+from jagged_attn.testing.aot import Compilation, Gate, compile_kernel
+
+_CONTAINS = ("wgmma", "tma_load", "tma_store", "tma_reduce", "setmaxnreg", "proxy_fence", "named_barrier")
+
+
+def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offsets="i64"):  # noqa: B008 - frozen
+    queries, keys = (f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>" for rows in (64, 128))
+    signature = {"desc_q": queries, "desc_k": keys, "desc_v": keys, "desc_do": queries}
+    signature |= {"desc_dq": f"tensordesc<fp32[1, 1, 64, {dim // 2}]>", "desc_dk": queries, "desc_dv": queries}
+    signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32", "slots": "*i32"}
+    signature |= {"offsets_q": f"*{offsets}", "offsets_kv": f"*{offsets}"}
+    signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items"), "i32")
+    signature |= {"scale": "fp32", "out_scale": "fp32"}
+    constexprs = {"H": 4, "GROUP": group, "D": dim, "BM": 64, "BN": 128, "STAGES": 2 if dim == 128 else 4}
+    constexprs |= {"DS_STAGES": 2, "MASK": mask.code, "ACT": act, "FAST_TANH": True}
+    return Compilation(name, backward_kv, signature, constexprs, 90)
+
+
+# The most bytes spilled, stored and loaded, by all three roles. At head dim 128 the full softmax spills only outside
+# its loop over queries; at 64 it is the load role, with its 24 registers, that spills.
+CONFIGURATIONS = [
+    (_main("D128"), 160),
+    (_main("D128, int32 offsets", offsets="i32"), 160),
+    (_main("D128, fp16", dtype="fp16"), 256),
+    (_main("D128, causal", mask=Causal()), 400),
+    (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 480),
+    (_main("D128, blocks", mask=BlockDiagonal(64)), 480),
+    (_main("D128, grouped", group=4), 160),
+    (_main("D128, fast_gelu", act="fast_gelu"), 480),
+    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 640),
+    (_main("D64", dim=64), 0),
+    (_main("D64, fp16, causal", dim=64, dtype="fp16", mask=Causal()), 0),
+    (_main("D64, fast_gelu", dim=64, act="fast_gelu"), 64),
+    (_main("D64, gelu, window", dim=64, act="gelu", mask=SlidingWindow(100, 20)), 64),
+]
+
+
+@functools.cache
+def _compiled(name):
+    return compile_kernel(next(c for c, _ in CONFIGURATIONS if c.name == name))
+
+
+@pytest.mark.parametrize(("wanted", "spills"), CONFIGURATIONS, ids=[c.name for c, _ in CONFIGURATIONS])
+def test_the_gradients_pass_their_gate(wanted, spills):
+    found = _compiled(wanted.name)
+    gate = Gate(warps=12, spills=spills, registers=(24, 240), contains=_CONTAINS, lacks=("cp_async",))
+    assert not gate.violations(found), "\n".join(gate.violations(found))
+
+
+@pytest.mark.parametrize("name", ["D128", "D128, causal", "D128, fast_gelu"])
+def test_the_warps_of_a_group_meet_around_each_tma_store(name):
+    # The source has no barrier there: it relies on those that the compiler puts between the threads that write a
+    # buffer and the one that hands it to TMA, and after that one has waited for TMA to have read it.
+    kinds = {
+        "write": r"st\.shared\.v2|stmatrix",
+        "meet": r"bar\.sync",
+        "store": r"cp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global",
+        "read": r"cp\.async\.bulk\.wait_group\.read",
+    }
+    pattern = "|".join(f"(?P<{kind}>{regex})" for kind, regex in kinds.items())
+    events = [match.lastgroup for match in re.finditer(pattern, _compiled(name).ptx)]
+    # Both groups: two reductions, dV and dK.
+    assert events.count("store") == 8
+    for i, event in enumerate(events):
+        if event == "store":
+            assert next(e for e in reversed(events[:i]) if e != "store") == "meet"
+        if event == "read" and i + 1 < len(events):
+            assert events[i + 1] == "meet"
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_the_kernels_around_them_spill_nothing(softmax):
+    pointers = {"dout": "*bf16", "out": "*bf16", "lse": "*fp32", "stats": "*fp32", "dq_sum": "*fp32"}
+    pointers |= {"counter": "*i32", "offsets_q": "*i64"}
+    sizes = {**dict.fromkeys(("num_sequences", "total_q", "dout_row"), "i32"), "inverse_out_scale": "fp32"}
+    constexprs = {"H": 4, "D": 128, "BM": 64, "SOFTMAX": softmax}
+    prepare = compile_kernel(Compilation("prepare", prepare_backward, {**pointers, **sizes}, constexprs, 90))
+    signature = {"dq_sum": "*fp32", "dq": "*bf16", "size": "i64", "factor": "fp32"}
+    finish = compile_kernel(Compilation("finish", finish_dq, signature, {"BLOCK": 2048}, 90, {"num_warps": 8}))
+    for found in (prepare, finish):
+        assert not Gate().violations(found), "\n".join(Gate().violations(found))
