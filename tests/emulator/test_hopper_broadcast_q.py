@@ -36,8 +36,8 @@ class Problem:
     lse: torch.Tensor
     exact: tuple[torch.Tensor, ...]
 
-    def run(self, schedule=RANDOM, ctas=3, outputs=OUTPUTS, **changes):
-        """The gradients, with ``changes`` to the arguments of the host function."""
+    def run(self, schedule=RANDOM, ctas=2, chunk=2, outputs=OUTPUTS, **changes):
+        """The gradients from ``ctas`` CTAs a head, with ``changes`` to the arguments of the host function."""
         x = self.inputs
         offsets, rows = x.layout_kv.offsets, x.k.shape[0]
         table = tile_table(offsets, offsets, rows, rows, launch.TILE_KEYS)
@@ -49,9 +49,9 @@ class Problem:
             "spec": self.spec,
             "table": table,
         }
-        processors = mock.patch.object(launch, "num_processors", return_value=ctas * self.spec.num_heads)
+        split = mock.patch.object(launch, "_split", return_value=(ctas, chunk))
         how = Launch(schedule, HOUSE_RULES, outputs=outputs, arch=90)
-        with processors, emulated_launches(how):
+        with split, emulated_launches(how):
             return launch.backward(**{**arguments, **changes})
 
     def check(self, grads):
@@ -96,13 +96,13 @@ def test_up_to_128_queries_under_every_policy(schedule):
 @pytest.mark.parametrize("num_queries", [1, 32, 33, 64, 65, 128])
 def test_numbers_of_queries(num_queries):
     case = problem(num_queries)
-    case.check(case.run())
+    case.check(case.run(chunk=3))
 
 
 @pytest.mark.parametrize("num_queries", [32, 64, 128])
 def test_head_dim_of_128_and_two_heads(num_queries):
     case = problem(num_queries, (65,), heads=2, dim=128, tail=3)
-    case.check(case.run(ctas=2))
+    case.check(case.run())
 
 
 @pytest.mark.parametrize("num_queries", [30, 50, 100])
@@ -121,7 +121,7 @@ def test_softmax_with_out_scale_in_fp16(num_queries):
 @pytest.mark.parametrize("num_queries", [40, 100])
 def test_one_cta_takes_all(num_queries):
     case = problem(num_queries, SHORT)
-    case.check(case.run(ctas=1))
+    case.check(case.run(ctas=1, chunk=8))
 
 
 @pytest.mark.parametrize("num_queries", [20, 40, 100])
@@ -149,7 +149,7 @@ def test_static_chunks_repeat_bit_for_bit_and_dk_dv_always_do(num_queries):
     first, second = (case.run(s, spec=spec) for s in (Schedule("eager", 0), Schedule("random", 7)))
     case.check(first)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    dynamic = case.run(Schedule("lazy", 0), ctas=2)
+    dynamic = case.run(Schedule("lazy", 0), ctas=3, chunk=1)
     assert all(torch.equal(a, b) for a, b in zip(first[1:], dynamic[1:], strict=True))
 
 
@@ -198,7 +198,7 @@ def test_strided_inputs(num_queries):
     fused[:, :heads], fused[:, heads : 2 * heads] = x.k, x.v
     q = x.q.transpose(0, 1).contiguous().transpose(0, 1)
     dout = x.dout.permute(2, 1, 3, 0).contiguous().permute(3, 1, 0, 2)
-    case.check(case.run(k=fused[:, :heads], v=fused[:, heads : 2 * heads], q=q, dout=dout, ctas=2))
+    case.check(case.run(k=fused[:, :heads], v=fused[:, heads : 2 * heads], q=q, dout=dout))
 
 
 def test_an_expanded_gradient():
@@ -212,7 +212,7 @@ def test_an_expanded_gradient():
 
 def test_many_sequences_make_few_tiles():
     case = problem(20, (1,) * 20 + (0,) * 40, act="silu", tail=0)
-    case.check(case.run())
+    case.check(case.run(chunk=8))
 
 
 def test_a_chunk_is_whole_where_there_is_work():

@@ -34,37 +34,46 @@ _ITEM_BYTES = tl.constexpr(2)
 
 @triton.jit
 def _run(table, offsets, tile, end, num_sequences, total_kv):
-    """The tiles of one sequence that begin with entry ``tile`` of the table and end with the sequence or the chunk.
+    """The tiles of one sequence that begin with entry ``tile`` of the table and end with the sequence or at ``end``.
 
     Returns:
         ``b, start, rows, keys, first, tiles``: the sequence; its first row and its rows, which are stored; how many of
-        them are read: none of the rows that belong to no sequence; the first tile's row in it; the number of tiles.
+        them are read: none of the rows that belong to no sequence; the first tile's row in it; the number of tiles, 0
+        from ``end`` on.
     """
-    b = tl.load(table + 2 * tile)
-    first = tl.load(table + 2 * tile + 1)
+    named = tile < end
+    b = tl.load(table + 2 * tile, mask=named, other=0)
+    first = tl.load(table + 2 * tile + 1, mask=named, other=0)
     start, rows = sequence_rows(offsets, b, num_sequences, total_kv)
     keys = tl.where(b < num_sequences, rows, 0)
     tiles = tl.minimum(tl.cdiv(rows - first, KEYS), end - tile)
     # Offsets that changed since the table was made must not make a loop endless.
-    return b, start.to(tl.int32), rows, keys, first, tl.maximum(tiles, 1)
+    return b, start.to(tl.int32), rows, keys, first, tl.where(named, tl.maximum(tiles, 1), 0)
 
 
 @triton.jit
-def _chunk(control, chunk_tiles, H: tl.constexpr):
-    """Entries of the table, and chunks that they make. ``control``: counters ``[H]``, entries, slots ``[CTAs, 2]``."""
-    entries = tl.load(control + H)
-    return entries, tl.cdiv(entries, chunk_tiles)
+def _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H: tl.constexpr):
+    """Hand a chunk, or the end, to the groups, and return its entries ``[tile, end)``."""
+    tile = chunk * chunk_tiles
+    publish(control + H + 1, chunk_full, chunk_empty, turn, tl.where(tile < entries, chunk, -1))
+    return tile, tl.minimum(tile + chunk_tiles, entries)
 
 
 @triton.jit
-def _next_chunk(control, chunk, H: tl.constexpr, DYNAMIC: tl.constexpr):
-    """The chunk after ``chunk``. The first of each CTA is its own number among the CTAs of its head."""
-    parts = tl.num_programs(0) // H
-    if DYNAMIC:
-        chunk = parts + tl.atomic_add(control + tl.program_id(0) % H, 1)
-    else:
-        chunk += parts
-    return chunk
+def _following(
+    control, chunk_full, chunk_empty, turn, chunk, tile, end, entries, chunk_tiles, H: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+):  # fmt: skip
+    """The state of the load role after the entries before ``tile``: in the same chunk, or at the head of a new one."""
+    if tile >= end:
+        parts = tl.num_programs(0) // H
+        if DYNAMIC:
+            chunk = parts + tl.atomic_add(control + tl.program_id(0) % H, 1)
+        else:
+            chunk += parts
+        turn += 1
+        tile, end = _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
+    return turn, chunk, tile, end
 
 
 @triton.jit
@@ -98,6 +107,20 @@ def _store(desc, tile, value, start, rows, row, column, name: tl.constexpr):
 
 
 @triton.jit
+def _load_together(
+    desc_k, desc_v, k_tiles, v_tiles, k_full, v_full, kv_empty, count, start, keys, row, column, D: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    buf, phase = ring(count, STAGES)
+    tlx.barrier_wait(kv_empty[buf], phase ^ 1)
+    c0, c1, c2, c3 = ragged(start, keys, row, column)
+    tlx.barrier_expect_bytes(k_full[buf], KEYS * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
+    tlx.barrier_expect_bytes(v_full[buf], KEYS * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
+
+
+@triton.jit
 def _load_in_turns(
     desc_q, desc_k, desc_v, desc_do, table, offsets, control, num_sequences, num_queries, total_kv, chunk_tiles,
     q_tile, do_tiles, k_tiles, v_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, v_full, kv_empty,
@@ -108,38 +131,39 @@ def _load_in_turns(
     column = head * D
     tlx.barrier_expect_bytes(q_full[0], ROWS * D * _ITEM_BYTES)
     tlx.async_descriptor_load(desc_q, q_tile[0], [0, column], q_full[0])
-    slots = control + H + 1
-    entries, chunks = _chunk(control, chunk_tiles, H)
+    entries = tl.load(control + H)
+    # The first chunk of each CTA is its own number among the CTAs of its head.
     chunk = tl.program_id(0) // H
     turn = 0
+    tile, end = _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
+    b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
     runs = 0
     count = 0
-    while chunk < chunks:
-        publish(slots, chunk_full, chunk_empty, turn, chunk)
-        tile = chunk * chunk_tiles
-        end = tl.minimum(tile + chunk_tiles, entries)
-        while tile < end:
-            b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
-            queries = tl.where(b < num_sequences, num_queries, 0)
-            do_buf, do_phase = ring(runs, DO_STAGES)
-            tlx.barrier_wait(do_empty[do_buf], do_phase ^ 1)
-            tlx.barrier_expect_bytes(do_full[do_buf], ROWS * D * _ITEM_BYTES)
-            c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
-            tlx.async_descriptor_load(desc_do, do_tiles[do_buf], [c0, c1, c2, c3], do_full[do_buf])
-            for n in range(tiles):
-                buf, phase = ring(count, STAGES)
-                tlx.barrier_wait(kv_empty[buf], phase ^ 1)
-                c0, c1, c2, c3 = ragged(start, keys, first + n * KEYS, column)
-                tlx.barrier_expect_bytes(k_full[buf], KEYS * D * _ITEM_BYTES)
-                tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
-                tlx.barrier_expect_bytes(v_full[buf], KEYS * D * _ITEM_BYTES)
-                tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
-                count += 1
-            runs += 1
-            tile += tiles
-        turn += 1
-        chunk = _next_chunk(control, chunk, H, DYNAMIC)
-    publish(slots, chunk_full, chunk_empty, turn, -1)
+    while tiles > 0:
+        queries = tl.where(b < num_sequences, num_queries, 0)
+        do_buf, do_phase = ring(runs, DO_STAGES)
+        tlx.barrier_wait(do_empty[do_buf], do_phase ^ 1)
+        tlx.barrier_expect_bytes(do_full[do_buf], ROWS * D * _ITEM_BYTES)
+        c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
+        tlx.async_descriptor_load(desc_do, do_tiles[do_buf], [c0, c1, c2, c3], do_full[do_buf])
+        _load_together(
+            desc_k, desc_v, k_tiles, v_tiles, k_full, v_full, kv_empty, count, start, keys, first, column, D, STAGES
+        )  # fmt: skip
+        # Counter, table and offsets answer one after the other: ask while there are loads under way.
+        turn, chunk, tile, end = _following(
+            control, chunk_full, chunk_empty, turn, chunk, tile + tiles, end, entries, chunk_tiles, H, DYNAMIC
+        )  # fmt: skip
+        next_b, next_start, _, next_keys, next_first, next_tiles = _run(
+            table, offsets, tile, end, num_sequences, total_kv
+        )  # fmt: skip
+        for n in range(1, tiles):
+            _load_together(
+                desc_k, desc_v, k_tiles, v_tiles, k_full, v_full, kv_empty, count + n, start, keys, first + n * KEYS,
+                column, D, STAGES,
+            )  # fmt: skip
+        runs += 1
+        count += tiles
+        b, start, keys, first, tiles = next_b, next_start, next_keys, next_first, next_tiles
 
 
 @triton.jit
@@ -156,7 +180,7 @@ def _take_turns(
     column = head * D
     i = tl.arange(0, ROWS)
     slots = control + H + 1
-    entries, _ = _chunk(control, chunk_tiles, H)
+    entries = tl.load(control + H)
     # wgmma has no tile of 32 rows: dQ of 32 queries is made transposed.
     if ROWS < 64:
         dq = tl.zeros((D, ROWS), tl.float32)
@@ -305,6 +329,22 @@ def backward_64(
 
 
 @triton.jit
+def _load_apart(
+    desc_k, desc_v, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, start, keys, row, column,
+    D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    buf, phase = ring(count, STAGES)
+    c0, c1, c2, c3 = ragged(start, keys, row, column)
+    # V first: its buffer comes free half a tile before K's.
+    tlx.barrier_wait(v_empty[buf], phase ^ 1)
+    tlx.barrier_expect_bytes(v_full[buf], KEYS * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
+    tlx.barrier_wait(k_empty[buf], phase ^ 1)
+    tlx.barrier_expect_bytes(k_full[buf], KEYS * D * _ITEM_BYTES)
+    tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
+
+
+@triton.jit
 def _load_halves(
     desc_q, desc_k, desc_v, desc_do, table, offsets, control, num_sequences, num_queries, total_kv, chunk_tiles,
     q_tiles, do_tiles, k_tiles, v_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty,
@@ -325,41 +365,40 @@ def _load_halves(
     tlx.async_descriptor_load(desc_k, k_tiles[0], [c0, c1, c2, c3], k_full[0])
     tlx.barrier_expect_bytes(v_full[0], KEYS * D * _ITEM_BYTES)
     tlx.async_descriptor_load(desc_v, v_tiles[0], [c0, c1, c2, c3], v_full[0])
-    slots = control + H + 1
-    entries, chunks = _chunk(control, chunk_tiles, H)
+    entries = tl.load(control + H)
     chunk = tl.program_id(0) // H
     turn = 0
+    tile, end = _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
+    b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
     runs = 1
     count = 1
-    while chunk < chunks:
-        publish(slots, chunk_full, chunk_empty, turn, chunk)
-        tile = chunk * chunk_tiles
-        end = tl.minimum(tile + chunk_tiles, entries)
-        while tile < end:
-            b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
-            queries = tl.where(b < num_sequences, num_queries, 0)
-            do_buf, do_phase = ring(runs, 2)
-            tlx.barrier_wait(do_empty[do_buf], do_phase ^ 1)
-            tlx.barrier_expect_bytes(do_full[do_buf], 2 * _HALF * D * _ITEM_BYTES)
-            c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
-            tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf], [c0, c1, c2, c3], do_full[do_buf])
-            tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf + 1], [c0, c1, c2 + _HALF, c3], do_full[do_buf])
-            for n in range(tiles):
-                buf, phase = ring(count, STAGES)
-                c0, c1, c2, c3 = ragged(start, keys, first + n * KEYS, column)
-                # V first: its buffer comes free half a tile before K's.
-                tlx.barrier_wait(v_empty[buf], phase ^ 1)
-                tlx.barrier_expect_bytes(v_full[buf], KEYS * D * _ITEM_BYTES)
-                tlx.async_descriptor_load(desc_v, v_tiles[buf], [c0, c1, c2, c3], v_full[buf])
-                tlx.barrier_wait(k_empty[buf], phase ^ 1)
-                tlx.barrier_expect_bytes(k_full[buf], KEYS * D * _ITEM_BYTES)
-                tlx.async_descriptor_load(desc_k, k_tiles[buf], [c0, c1, c2, c3], k_full[buf])
-                count += 1
-            runs += 1
-            tile += tiles
-        turn += 1
-        chunk = _next_chunk(control, chunk, H, DYNAMIC)
-    publish(slots, chunk_full, chunk_empty, turn, -1)
+    while tiles > 0:
+        queries = tl.where(b < num_sequences, num_queries, 0)
+        do_buf, do_phase = ring(runs, 2)
+        tlx.barrier_wait(do_empty[do_buf], do_phase ^ 1)
+        tlx.barrier_expect_bytes(do_full[do_buf], 2 * _HALF * D * _ITEM_BYTES)
+        c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
+        tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf], [c0, c1, c2, c3], do_full[do_buf])
+        tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf + 1], [c0, c1, c2 + _HALF, c3], do_full[do_buf])
+        _load_apart(
+            desc_k, desc_v, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, start, keys, first, column,
+            D, STAGES,
+        )  # fmt: skip
+        # As in `_load_in_turns`.
+        turn, chunk, tile, end = _following(
+            control, chunk_full, chunk_empty, turn, chunk, tile + tiles, end, entries, chunk_tiles, H, DYNAMIC
+        )  # fmt: skip
+        next_b, next_start, _, next_keys, next_first, next_tiles = _run(
+            table, offsets, tile, end, num_sequences, total_kv
+        )  # fmt: skip
+        for n in range(1, tiles):
+            _load_apart(
+                desc_k, desc_v, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count + n, start, keys,
+                first + n * KEYS, column, D, STAGES,
+            )  # fmt: skip
+        runs += 1
+        count += tiles
+        b, start, keys, first, tiles = next_b, next_start, next_keys, next_first, next_tiles
 
 
 @triton.jit
@@ -399,7 +438,7 @@ def _take_halves(
     column = head * D
     i = g * _HALF + tl.arange(0, _HALF)
     slots = control + H + 1
-    entries, _ = _chunk(control, chunk_tiles, H)
+    entries = tl.load(control + H)
     dq = tl.zeros((_HALF, D), tl.float32)
     # The tile of no rows: its P and dS.
     tlx.local_store(p_tiles[g], tl.zeros((_HALF, KEYS), dtype))
