@@ -37,13 +37,15 @@ class Case:
     scale: float | None = None
     out_scale: float = 1.0
     extra_rows: int = 0
+    deterministic: bool = False
 
     @property
     def spec(self) -> AttentionSpec:
         """The call's static facts."""
         return AttentionSpec(
             "self" if self.lengths_q is None else "cross", self.dtype, *self.heads, self.dim, self.dim, self.mask,
-            (self.activation,), self.dim**-0.5 if self.scale is None else self.scale, self.out_scale, False,
+            (self.activation,), self.dim**-0.5 if self.scale is None else self.scale, self.out_scale,
+            self.deterministic,
         )  # fmt: skip
 
     def geometry(self) -> Geometry:
@@ -69,10 +71,14 @@ def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-def _table(tensors: dict[str, torch.Tensor], geometry: Geometry) -> torch.Tensor:
-    rows_q, rows_kv = tensors["q"].shape[0], tensors["k"].shape[0]
-    assert geometry.offsets_q is not None
-    return tile_table(geometry.offsets_kv, geometry.offsets_q, rows_kv, rows_q, launch_backward.BLOCK_KV)
+def _tables(tensors: dict[str, torch.Tensor], geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
+    q, kv = (geometry.offsets_q, tensors["q"].shape[0]), (geometry.offsets_kv, tensors["k"].shape[0])
+    assert q[0] is not None
+    block_q = launch_backward.DETERMINISTIC_TABLE_REQUEST.block
+    return (
+        tile_table(kv[0], q[0], kv[1], q[1], launch_backward.TABLE_REQUEST.block),
+        tile_table(q[0], kv[0], q[1], kv[1], block_q),
+    )
 
 
 def _run(
@@ -83,12 +89,12 @@ def _run(
     wide = {name: x.double() for name, x in tensors.items()}
     out, lse = reference.forward(wide["q"], wide["k"], wide["v"], geometry, spec)
     want = reference.backward(*wide.values(), out, lse, geometry, spec)
-    outputs = ("stats", "desc_dk", "desc_dv", "dq")
+    outputs = ("stats", "desc_dk", "desc_dv", "desc_dq" if case.deterministic else "dq")
     launch = Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=90)
     with pytest.MonkeyPatch.context() as patch, emulated_launches(launch):
         patch.setattr(launch_backward, "num_processors", lambda device: processors)
         got = launch_backward.backward(
-            *tensors.values(), out.to(case.dtype), lse.float(), geometry, spec, _table(tensors, geometry)
+            *tensors.values(), out.to(case.dtype), lse.float(), geometry, spec, *_tables(tensors, geometry)
         )
     names = ("dq", "dk", "dv")
     return dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True))
@@ -176,6 +182,27 @@ def test_hardly_anything(case):
         assert not gradient.any()
 
 
+DETERMINISTIC = {
+    "self": Case((64, 0, 300), extra_rows=130, deterministic=True),
+    "cross": Case((1, 0, 129, 64), (5, 3, 65, 200), heads=(2, 1), dim=128, deterministic=True),
+    "causal, cross": Case((129, 5, 0, 200), (200, 70, 3, 65), mask=Causal(), deterministic=True),
+    "window, fp16": Case((1, 200, 70), mask=SlidingWindow(70, 5), dtype=torch.float16, deterministic=True),
+    "blocks, element-wise": Case((5, 0, 70), mask=BlockDiagonal(13), activation="silu", dim=128, deterministic=True),
+    "factors": Case((70, 9), scale=-0.3, out_scale=-1.7, deterministic=True),
+}
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic(name):
+    _check(DETERMINISTIC[name])
+
+
+def test_deterministic_means_the_same_bits_in_any_order():
+    case = Case((300, 130), heads=(2, 1), deterministic=True)
+    first, again = _check(case), _check(case, Schedule("random", 1), processors=5)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 def test_far_more_processors_than_items():
     _check(Case((70,)), processors=7)
 
@@ -196,10 +223,12 @@ def test_keys_past_the_end_where_all_scores_are_very_negative():
     _check(case, tensors=tensors)
 
 
-@pytest.mark.parametrize("activation", ["softmax", "gelu"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value):
-    case = Case((9, 65, 70), activation=activation, extra_rows=2)
+@pytest.mark.parametrize(
+    ("activation", "value", "deterministic"),
+    [("softmax", float("nan"), False), ("gelu", float("inf"), False), ("softmax", float("nan"), True)],
+)
+def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value, deterministic):
+    case = Case((9, 65, 70), activation=activation, extra_rows=2, deterministic=deterministic)
     clean, poisoned = case.tensors(), case.tensors()
     for x in poisoned.values():
         x[9 : 9 + 65] = value
@@ -212,17 +241,12 @@ def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value):
 
 
 @pytest.mark.parametrize("offsets", [(0, 90, 40, 70), (-5, 20, 1000), (60, 10), (0, 200, 3)])
-def test_bad_offsets_reach_nothing_outside(offsets):
-    case = Case((70,), heads=(1, 1), mask=Causal())
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bad_offsets_reach_nothing_outside(offsets, deterministic):
+    case = Case((70,), mask=Causal(), deterministic=deterministic)
     tensors, bad = case.tensors(), torch.tensor(offsets)
     geometry = Geometry(bad, bad, ())
     lse = torch.zeros(70, 1)
     # Sequences that overlap race for their rows.
     with emulated_launches(Launch(RANDOM, replace(HOUSE_RULES, races=False), arch=90)):
-        launch_backward.backward(*tensors.values(), tensors["q"], lse, geometry, case.spec, _table(tensors, geometry))
-
-
-def test_two_runs_share_nothing():
-    case = Case((70, 130))
-    first, second = _run(case, RANDOM)[0], _run(case, RANDOM)[0]
-    assert all(torch.equal(first[name], second[name]) for name in first)
+        launch_backward.backward(*tensors.values(), tensors["q"], lse, geometry, case.spec, *_tables(tensors, geometry))

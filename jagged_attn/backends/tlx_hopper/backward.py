@@ -3,7 +3,8 @@
 
 ``backward_kv`` keeps a tile of 128 keys, streams the queries that see it, and adds each query tile's share of dQ to an
 fp32 sum in global memory. ``prepare_backward`` zeroes that sum and lays out what the softmax needs a query row;
-``finish_dq`` rounds the sum. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta
+``finish_dq`` rounds the sum. Which tile adds first is not repeatable: ``backward_queries`` is there for calls that must
+be. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta
 handed in is divided by it, and dQ, dK and dV are multiplied by it once.
 
     dV = c P^T dO     dS = P (dO V^T - delta / c)     dK = c scale dS^T Q     dQ = c scale dS K     (c = out_scale)
@@ -47,10 +48,10 @@ def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q"])
-def prepare_backward(dout, out, lse, stats, dq_sum, counter, offsets_q, num_sequences, total_q, dout_row,
-                     inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-                     SOFTMAX: tl.constexpr):  # fmt: skip
-    """Zero the sum of dQ and the counter of work; write each query row's lse (base 2) and delta / out_scale.
+def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_sequences, total_q, dout_row,
+                     inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, SOFTMAX: tl.constexpr,
+                     WITH_DQ: tl.constexpr):  # fmt: skip
+    """Zero the sum of dQ, if any, and both counters; write each query row's lse (base 2) and delta / out_scale.
 
     One program for each block and head of ``stats [blocks, H, 2, BM]``. Rows past the end of a sequence, and rows that
     see no key, get lse = +inf and delta = 0: their scores' exponentials are 0 whatever the score.
@@ -58,14 +59,16 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counter, offsets_q, num_sequ
     head = tl.program_id(0) % H
     block = tl.program_id(0) // H
     if tl.program_id(0) == 0:
-        tl.store(counter, 0)
+        tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
     b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
     start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
     in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
     row_ok = (in_sequence >= 0) & (in_sequence < length)
     rows = start + in_sequence
     columns = tl.arange(0, D)[None, :]
-    tl.store(dq_sum + ((rows * H + head) * D)[:, None] + columns, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None])
+    if WITH_DQ:
+        sums = dq_sum + ((rows * H + head) * D)[:, None] + columns
+        tl.store(sums, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None])
     if SOFTMAX:
         # Rows of no sequence have no keys.
         row_ok = row_ok & (b < num_sequences)
@@ -79,16 +82,17 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counter, offsets_q, num_sequ
         tl.store(to + BM, tl.where(seen, delta, 0.0))
 
 
-@triton.jit(do_not_specialize=["size"])
-def finish_dq(dq_sum, dq, size, factor, BLOCK: tl.constexpr):
-    """dQ from its fp32 sum."""
+@triton.jit(do_not_specialize=["total_q"])
+def finish_dq(dq_sum, dq, total_q, factor, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """dQ from its fp32 sum; both have ``total_q`` rows of WIDTH numbers."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(dq_sum + index, mask=index < size, other=0.0)
-    tl.store(dq + index, (total * factor).to(dq.dtype.element_ty), mask=index < size)
+    ok = index < tl.cast(total_q, tl.int64) * WIDTH
+    total = tl.load(dq_sum + index, mask=ok, other=0.0)
+    tl.store(dq + index, (total * factor).to(dq.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def _entry(table, item, KV_HEADS: tl.constexpr):
+def entry_of(table, item, KV_HEADS: tl.constexpr):
     """Sequence and first key of a work item."""
     entry = table + 2 * (item // KV_HEADS)
     return tl.load(entry), tl.load(entry + 1)
@@ -128,7 +132,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
     b = item * 0 - 1
     first_key = item * 0
     if item < items:
-        b, first_key = _entry(table, item, KV_HEADS)
+        b, first_key = entry_of(table, item, KV_HEADS)
     # The table ends with entries of -1.
     while b >= 0:
         publish(slots, item_full, item_empty, turn, item)
@@ -174,7 +178,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
         turn += 1
         b = b * 0 - 1
         if item < items:
-            b, first_key = _entry(table, item, KV_HEADS)
+            b, first_key = entry_of(table, item, KV_HEADS)
     publish(slots, item_full, item_empty, turn, -1)
 
 
@@ -188,13 +192,16 @@ def _query_ranges(first_key, len_q, len_kv, KEYS: tl.constexpr, MASK: tl.constex
 
 
 @triton.jit
-def _masked(x, first_query, query_lo, query_hi, BM: tl.constexpr, MASK: tl.constexpr):
-    """``x [keys, queries]``, 0 where the mask forbids the pair. Ends that are the sequence's need no test."""
-    i = (first_query + tl.arange(0, BM))[None, :]
-    if not mask_opens(MASK, 1):
-        x = tl.where(i >= query_lo[:, None], x, 0.0)
-    if not mask_opens(MASK, 0):
-        x = tl.where(i < query_hi[:, None], x, 0.0)
+def masked(x, first, lo, hi, AXIS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr):
+    """``x``, 0 where an index on one side, ``first`` and the BLOCK - 1 next along AXIS, is not in a range ``[lo, hi)``.
+
+    SIDE 0: ranges of keys; 1: of queries. Ends that are the sequence's need no test.
+    """
+    i = tl.expand_dims(first + tl.arange(0, BLOCK), 1 - AXIS)
+    if not mask_opens(MASK, SIDE):
+        x = tl.where(i >= tl.expand_dims(lo, AXIS), x, 0.0)
+    if not mask_opens(MASK, 1 - SIDE):
+        x = tl.where(i < tl.expand_dims(hi, AXIS), x, 0.0)
     return x
 
 
@@ -211,7 +218,7 @@ def _weights(s, lse_row, first_query, query_lo, query_hi, all_lo, all_hi, scale,
         p = tl.exp2(tl.minimum(s * (scale * LOG2E) - lse_row[None, :], 0.0))
         if mask_kind(MASK) != "full":  # noqa: SIM102 - one is decided when this is compiled
             if (first_query < all_lo) | (first_query + BM > all_hi):
-                p = _masked(p, first_query, query_lo, query_hi, BM, MASK)
+                p = masked(p, first_query, query_lo, query_hi, 1, 1, BM, MASK)
         p = p.to(DTYPE)
         return p, p
     else:
@@ -220,8 +227,8 @@ def _weights(s, lse_row, first_query, query_lo, query_hi, all_lo, all_hi, scale,
         factor = derivative(x, ACT, FAST_TANH)
         # Masked without a branch, which would cost registers here.
         if mask_kind(MASK) != "full":
-            p = _masked(p, first_query, query_lo, query_hi, BM, MASK)
-            factor = _masked(factor, first_query, query_lo, query_hi, BM, MASK)
+            p = masked(p, first_query, query_lo, query_hi, 1, 1, BM, MASK)
+            factor = masked(factor, first_query, query_lo, query_hi, 1, 1, BM, MASK)
         return p.to(DTYPE), factor.to(DTYPE)
 
 
@@ -244,22 +251,22 @@ def _first_query(trip, begin, tiles, GROUP: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _reduce_dq(desc_dq, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr):
+def _reduce_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr):
     """Add this group's columns of a query tile's dQ to the sum in global memory."""
     tlx.local_store(dq_tiles[g], dq)
     tlx.fence("async_shared")
     c0, c1, c2, c3 = ragged(start_q, len_q, first_query, head * D + g * (D // 2))
-    tlx.async_descriptor_store(desc_dq, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
+    tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
 
 
 @triton.jit
-def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv, num_sequences,
+def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv, num_sequences,
                total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows, delta_rows, ds_tiles,
                dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full,
                ds_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
                BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DS_STAGES: tl.constexpr, MASK: tl.constexpr,
-               ACT: tl.constexpr, FAST_TANH: tl.constexpr):  # fmt: skip
-    """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128.
+               ACT: tl.constexpr, FAST_TANH: tl.constexpr, WITH_DQ: tl.constexpr):  # fmt: skip
+    """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128 if WITH_DQ.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
     exponentials, so that neither waits for the other's dS.
@@ -274,7 +281,7 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
     turn = 0
     item = receive(slots, item_full, item_empty, turn)
     while item >= 0:
-        b, first_key = _entry(table, item, KV_HEADS)
+        b, first_key = entry_of(table, item, KV_HEADS)
         kv_head = item % KV_HEADS
         start_q, len_q, begin, tiles = _queries(
             b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
@@ -296,12 +303,15 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
             first_query = _first_query(trip, begin, tiles, GROUP, BM)
             tlx.barrier_wait(q_full[buf], phase)
             s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, D]), tlx.local_trans(q_tiles[buf]))
-            if trip > 0:
-                tlx.barrier_wait(ds_full[last_buf], ((count - 1) // DS_STAGES) & 1)
-            dq = tlx.async_dot(
-                tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [BN, COLUMNS])
-            )
-            s = tlx.async_dot_wait(1, s)
+            if WITH_DQ:
+                if trip > 0:
+                    tlx.barrier_wait(ds_full[last_buf], ((count - 1) // DS_STAGES) & 1)
+                dq = tlx.async_dot(
+                    tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [BN, COLUMNS])
+                )
+                s = tlx.async_dot_wait(1, s)
+            else:
+                s = tlx.async_dot_wait(0, s)
             if ACT == "softmax":
                 lse_row = tlx.local_load(lse_rows[buf])
             else:
@@ -311,30 +321,33 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
             )
             own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, BM])
             if PARK:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+                if WITH_DQ:
+                    tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
                 tlx.local_store(own_ds, factor)
             tlx.barrier_wait(do_full[buf], phase)
             dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, D]), tlx.local_trans(do_tiles[buf]))
-            tlx.async_descriptor_store_wait(0)
-            dq = tlx.async_dot_wait(1, dq)
-            if trip > 0:
-                tlx.barrier_arrive(ds_empty[last_buf], 1)
-                _reduce_dq(
-                    desc_dq, dq_tiles, dq, start_q, len_q, _head(trip - 1, kv_head, tiles, GROUP),
-                    _first_query(trip - 1, begin, tiles, GROUP, BM), g, D,
-                )  # fmt: skip
+            if WITH_DQ:
+                tlx.async_descriptor_store_wait(0)
+                dq = tlx.async_dot_wait(1, dq)
+                if trip > 0:
+                    tlx.barrier_arrive(ds_empty[last_buf], 1)
+                    _reduce_dq(
+                        desc_sum, dq_tiles, dq, start_q, len_q, _head(trip - 1, kv_head, tiles, GROUP),
+                        _first_query(trip - 1, begin, tiles, GROUP, BM), g, D,
+                    )  # fmt: skip
             dv = tlx.async_dot(p, do_tiles[buf], dv)
             dp = tlx.async_dot_wait(1, dp)
             if ACT == "softmax":
                 dp -= tlx.local_load(delta_rows[buf])[None, :]
             if PARK:
                 factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
-            else:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
             ds = (factor.to(tl.float32) * dp).to(DTYPE)
-            tlx.local_store(own_ds, ds)
-            tlx.fence("async_shared")
-            tlx.barrier_arrive(ds_full[ds_buf], 1)
+            if WITH_DQ:
+                if not PARK:
+                    tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+                tlx.local_store(own_ds, ds)
+                tlx.fence("async_shared")
+                tlx.barrier_arrive(ds_full[ds_buf], 1)
             dk = tlx.async_dot(ds, q_tiles[buf], dk)
             dv = tlx.async_dot_wait(1, dv)
             tlx.barrier_arrive(do_empty[buf], 1)
@@ -344,21 +357,25 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
         tlx.barrier_arrive(v_empty[0], 1)
 
         # Where the keys are is read again, between other things: kept, it would cost registers in the loop above.
-        b, first_key = _entry(table, item, KV_HEADS)
-        last_buf, last_phase = ring(count - 1, DS_STAGES)
-        tlx.barrier_wait(ds_full[last_buf], last_phase)
-        dq_end = tlx.async_dot(
-            tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [BN, COLUMNS])
-        )
+        b, first_key = entry_of(table, item, KV_HEADS)
         start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
-        tlx.async_descriptor_store_wait(0)
-        dq_end = tlx.async_dot_wait(0, dq_end)
-        tlx.barrier_arrive(ds_empty[last_buf], 1)
-        tlx.barrier_arrive(k_empty[0], 1)
-        _reduce_dq(
-            desc_dq, dq_tiles, dq_end, start_q, len_q, _head(GROUP * tiles - 1, kv_head, tiles, GROUP),
-            begin + (tiles - 1) * BM, g, D,
-        )  # fmt: skip
+        if WITH_DQ:
+            last_buf, last_phase = ring(count - 1, DS_STAGES)
+            tlx.barrier_wait(ds_full[last_buf], last_phase)
+            dq_end = tlx.async_dot(
+                tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [BN, COLUMNS])
+            )
+            tlx.async_descriptor_store_wait(0)
+            dq_end = tlx.async_dot_wait(0, dq_end)
+            tlx.barrier_arrive(ds_empty[last_buf], 1)
+            tlx.barrier_arrive(k_empty[0], 1)
+            _reduce_dq(
+                desc_sum, dq_tiles, dq_end, start_q, len_q, _head(GROUP * tiles - 1, kv_head, tiles, GROUP),
+                begin + (tiles - 1) * BM, g, D,
+            )  # fmt: skip
+        else:
+            tlx.barrier_arrive(k_empty[0], 1)
+            tlx.async_descriptor_store_wait(0)
 
         # The dK of the item before left this buffer before the reductions since then left theirs.
         tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
@@ -375,12 +392,12 @@ def _gradients(g: tl.constexpr, desc_dq, desc_dk, desc_dv, table, slots, offsets
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items"])
-def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, row_stats, table, counter, slots, offsets_q,
-                offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale, H: tl.constexpr,
+def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row_stats, table, counter, slots,
+                offsets_q, offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale, H: tl.constexpr,
                 GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-                DS_STAGES: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr,
-                FAST_TANH: tl.constexpr):  # fmt: skip
-    """dK and dV, and dQ / (scale out_scale) added to an fp32 sum: persistent, a work item is a key tile of a key head.
+                DS_STAGES: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr,
+                WITH_DQ: tl.constexpr):  # fmt: skip
+    """dK and dV: persistent, a work item is a key tile of a key head. WITH_DQ adds dQ / (scale out_scale) to a sum.
 
     | barrier | count | arrives | waits |
     |---|---|---|---|
@@ -425,8 +442,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, row_
                   q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty, H,
                   GROUP, D, BM, BN, STAGES, MASK, ACT == "softmax")  # fmt: skip
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
-            _gradients(tlx.async_task_replica_id(), desc_dq, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv,
+            _gradients(tlx.async_task_replica_id(), desc_sum, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv,
                        num_sequences, total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows,
                        delta_rows, ds_tiles, dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty,
                        v_full, v_empty, ds_full, ds_empty, item_full, item_empty, H, GROUP, D, BM, BN, STAGES,
-                       DS_STAGES, MASK, ACT, FAST_TANH)  # fmt: skip
+                       DS_STAGES, MASK, ACT, FAST_TANH, WITH_DQ)  # fmt: skip

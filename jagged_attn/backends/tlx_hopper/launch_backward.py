@@ -1,6 +1,7 @@
 """The host's side of the Hopper backward of self and cross attention."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +13,19 @@ from ...schedule.tiles import TableRequest
 from ...spec import AttentionSpec
 from ..base import Geometry, new_gradients
 from .backward import backward_kv, finish_dq, prepare_backward
+from .backward_queries import backward_q
 from .descriptors import for_tma, ragged_descriptor
 
-# The sum of dQ takes the key tiles in the order in which they happen to end.
-DETERMINISTIC = False
 HEAD_DIMS = (64, 128)
 BLOCK_Q, BLOCK_KV = 64, 128
 TABLE_REQUEST = TableRequest("kv", BLOCK_KV, "q")
+# Of dQ, which is a kernel of its own in a deterministic call.
+DETERMINISTIC_TABLE_REQUEST = TableRequest("q", 2 * BLOCK_Q, "kv")
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}
+# Tiles of K and V, in the kernel of dQ.
+_BLOCK_KEYS, _KEY_STAGES = 64, 3
 _DS_STAGES = 2
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
 _EXTRA_BLOCKS = 2
@@ -45,6 +49,7 @@ def backward(
     geometry: Geometry,
     spec: AttentionSpec,
     table: Tensor,
+    table_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``Launch.backward``; one activation for all heads, D = Dv.
 
@@ -58,60 +63,108 @@ def backward(
         geometry: the offsets; its tables are not read.
         spec: of the call.
         table: the tile table of ``TABLE_REQUEST``.
+        table_q: that of ``DETERMINISTIC_TABLE_REQUEST``, for a deterministic call.
     """
     dq, dk, dv = new_gradients(q, k, v)
     if not q.numel() or not k.numel():
         # There is nothing to map for TMA on one side, and nothing that the other side sees.
         return dq.zero_(), dk.zero_(), dv.zero_()
+    offsets = geometry.offsets_q, geometry.offsets_kv
+    assert offsets[0] is not None
     with _on(q.device):
-        _launch(dout, q, k, v, out, lse, geometry, spec, table, (dq, dk, dv))
+        call = _Call(
+            for_tma(dout), for_tma(q), for_tma(k), for_tma(v), dq, dk, dv, table, table_q, offsets[0].contiguous(),
+            offsets[1].contiguous(), geometry.num_sequences, spec,
+        )  # fmt: skip
+        _launch(call, out, lse)
     return dq, dk, dv
 
 
-def _launch(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    geometry: Geometry,
-    spec: AttentionSpec,
-    table: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    assert geometry.offsets_q is not None
-    dq, dk, dv = grads
-    (total_q, heads, dim), total_kv, num_sequences = q.shape, k.shape[0], geometry.num_sequences
-    offsets_q, offsets_kv = geometry.offsets_q.contiguous(), geometry.offsets_kv.contiguous()
-    q, k, v, dout = for_tma(q), for_tma(k), for_tma(v), for_tma(dout)
-    softmax = spec.activation[0] == SOFTMAX
-    blocks = total_q // BLOCK_Q + num_sequences + _EXTRA_BLOCKS
-    items = table.shape[0] * spec.num_kv_heads
-    programs = min(num_processors(q.device), items)
-    stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if softmax else 0, dtype=torch.float32)
-    dq_sum = q.new_empty(q.shape, dtype=torch.float32)
-    counter, slots = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (1, 2 * programs))
+@dataclass(frozen=True)
+class _Call:
+    """The tensors of one call, in layouts that TMA takes, and what is static."""
 
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    table: Tensor
+    table_q: Tensor | None
+    offsets_q: Tensor
+    offsets_kv: Tensor
+    num_sequences: int
+    spec: AttentionSpec
+
+    def integers(self, *shape: int) -> Tensor:
+        """Uninitialised int32 numbers."""
+        return torch.empty(shape, dtype=torch.int32, device=self.q.device)
+
+    def constants(self) -> dict[str, Any]:
+        """What both kernels of gradients are compiled for."""
+        spec = self.spec
+        return {
+            "H": spec.num_heads, "GROUP": spec.group_size, "D": spec.head_dim, "MASK": spec.mask.code,
+            "ACT": spec.activation[0], "FAST_TANH": self.q.device.type == "cuda", "num_warps": 4, "num_stages": 1,
+        }  # fmt: skip
+
+
+def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
+    spec, q, (total_q, heads, dim) = call.spec, call.q, call.q.shape
+    softmax, with_dq = spec.activation[0] == SOFTMAX, not spec.deterministic
+    blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
+    stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if softmax else 0, dtype=torch.float32)
+    dq_sum = q.new_empty(q.shape if with_dq else (1, heads, dim), dtype=torch.float32)
+    counters = call.integers(2)
     # Without an out_scale everything is 0 in the end; the sums need only be finite.
     inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
     prepare_backward[(blocks * heads,)](
-        dout, out, lse, stats, dq_sum, counter, offsets_q, num_sequences, total_q, dout.stride(0), inverse_out_scale,
-        H=heads, D=dim, BM=BLOCK_Q, SOFTMAX=softmax, num_warps=4,
+        call.dout, out, lse, stats, dq_sum, counters, call.offsets_q, call.num_sequences, total_q,
+        call.dout.stride(0), inverse_out_scale,
+        H=heads, D=dim, BM=BLOCK_Q, SOFTMAX=softmax, WITH_DQ=with_dq, num_warps=4,
     )  # fmt: skip
+    _launch_keys(call, stats, dq_sum, counters[:1])
+    if with_dq:
+        finish_dq[(-(-q.numel() // _FINISH_BLOCK),)](
+            dq_sum, call.dq, total_q, spec.scale * spec.out_scale, WIDTH=heads * dim, BLOCK=_FINISH_BLOCK, num_warps=8
+        )
+    else:
+        _launch_queries(call, stats, counters[1:])
+
+
+def _launch_keys(call: _Call, stats: Tensor, dq_sum: Tensor, counter: Tensor) -> None:
+    spec, dim = call.spec, call.spec.head_dim
+    items = call.table.shape[0] * spec.num_kv_heads
+    programs = min(num_processors(call.q.device), items)
     backward_kv[(programs,)](
-        ragged_descriptor(q, BLOCK_Q, dim),
-        ragged_descriptor(k, BLOCK_KV, dim),
-        ragged_descriptor(v, BLOCK_KV, dim),
-        ragged_descriptor(dout, BLOCK_Q, dim),
+        ragged_descriptor(call.q, BLOCK_Q, dim),
+        ragged_descriptor(call.k, BLOCK_KV, dim),
+        ragged_descriptor(call.v, BLOCK_KV, dim),
+        ragged_descriptor(call.dout, BLOCK_Q, dim),
         ragged_descriptor(dq_sum, BLOCK_Q, dim // 2),
-        ragged_descriptor(dk, BLOCK_KV // 2, dim),
-        ragged_descriptor(dv, BLOCK_KV // 2, dim),
-        stats, table, counter, slots, offsets_q, offsets_kv, num_sequences, total_q, total_kv, items,
-        spec.scale, spec.out_scale,
-        H=heads, GROUP=spec.group_size, D=dim, BM=BLOCK_Q, BN=BLOCK_KV, STAGES=_STAGES[dim], DS_STAGES=_DS_STAGES,
-        MASK=spec.mask.code, ACT=spec.activation[0], FAST_TANH=q.device.type == "cuda", num_warps=4, num_stages=1,
+        ragged_descriptor(call.dk, BLOCK_KV // 2, dim),
+        ragged_descriptor(call.dv, BLOCK_KV // 2, dim),
+        stats, call.table, counter, call.integers(2 * programs), call.offsets_q, call.offsets_kv, call.num_sequences,
+        call.q.shape[0], call.k.shape[0], items, spec.scale, spec.out_scale,
+        BM=BLOCK_Q, BN=BLOCK_KV, STAGES=_STAGES[dim], DS_STAGES=_DS_STAGES, WITH_DQ=not spec.deterministic,
+        **call.constants(),
     )  # fmt: skip
-    finish_dq[(-(-dq.numel() // _FINISH_BLOCK),)](
-        dq_sum, dq, dq.numel(), spec.scale * spec.out_scale, BLOCK=_FINISH_BLOCK, num_warps=8
-    )
+
+
+def _launch_queries(call: _Call, stats: Tensor, counter: Tensor) -> None:
+    spec, dim, table = call.spec, call.spec.head_dim, call.table_q
+    assert table is not None, "a deterministic call needs table_q"
+    items = table.shape[0] * spec.num_heads
+    programs = min(num_processors(call.q.device), items)
+    backward_q[(programs,)](
+        ragged_descriptor(call.q, BLOCK_Q, dim),
+        ragged_descriptor(call.k, _BLOCK_KEYS, dim),
+        ragged_descriptor(call.v, _BLOCK_KEYS, dim),
+        ragged_descriptor(call.dout, BLOCK_Q, dim),
+        ragged_descriptor(call.dq, BLOCK_Q, dim),
+        stats, table, counter, call.integers(2 * programs), call.offsets_q, call.offsets_kv, call.num_sequences,
+        call.q.shape[0], call.k.shape[0], items, spec.scale, spec.out_scale,
+        BM=2 * BLOCK_Q, BN=_BLOCK_KEYS, STAGES=_KEY_STAGES, **call.constants(),
+    )  # fmt: skip
