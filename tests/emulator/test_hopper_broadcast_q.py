@@ -20,9 +20,10 @@ from jagged_attn.testing.emulator.schedules import Schedule
 from jagged_attn.testing.inputs import AttentionInputs, attention_inputs
 
 LENGTHS = (0, 1, 63, 64, 65, 129, 300, 0)
-# Tiles enough that rings wrap, and that CTAs compete for chunks.
-SHORT = (65, 0, 1, 150)
+# Tiles enough that CTAs compete for chunks, and that rings of SMALL_RINGS wrap.
+SHORT = (65, 0, 1, 150, 129)
 TAIL = 70
+SMALL_RINGS = {32: {"STAGES": 4, "DO_STAGES": 2}, 64: {"STAGES": 4, "DO_STAGES": 2}, 128: {"STAGES": 2}}
 RANDOM = Schedule("random", 0)
 # Every element is written once, whatever was there; `desc_parts` is the workspace.
 OUTPUTS = ("desc_dk", "desc_dv", "desc_parts", "dq")
@@ -36,7 +37,7 @@ class Problem:
     lse: torch.Tensor
     exact: tuple[torch.Tensor, ...]
 
-    def run(self, schedule=RANDOM, ctas=2, chunk=2, outputs=OUTPUTS, **changes):
+    def run(self, schedule=RANDOM, ctas=2, chunk=2, small_rings=True, outputs=OUTPUTS, **changes):
         """The gradients from ``ctas`` CTAs a head, with ``changes`` to the arguments of the host function."""
         x = self.inputs
         offsets, rows = x.layout_kv.offsets, x.k.shape[0]
@@ -50,8 +51,12 @@ class Problem:
             "table": table,
         }
         split = mock.patch.object(launch, "_split", return_value=(ctas, chunk))
+        sizes = launch._ring_sizes
+        rings = mock.patch.object(
+            launch, "_ring_sizes", lambda rows, dim: sizes(rows, dim) | (SMALL_RINGS[rows] if small_rings else {})
+        )
         how = Launch(schedule, HOUSE_RULES, outputs=outputs, arch=90)
-        with split, emulated_launches(how):
+        with split, rings, emulated_launches(how):
             return launch.backward(**{**arguments, **changes})
 
     def check(self, grads):
@@ -96,13 +101,13 @@ def test_up_to_128_queries_under_every_policy(schedule):
 @pytest.mark.parametrize("num_queries", [1, 32, 33, 64, 65, 128])
 def test_numbers_of_queries(num_queries):
     case = problem(num_queries)
-    case.check(case.run(chunk=3))
+    case.check(case.run(chunk=3, small_rings=False))
 
 
 @pytest.mark.parametrize("num_queries", [32, 64, 128])
 def test_head_dim_of_128_and_two_heads(num_queries):
     case = problem(num_queries, (65,), heads=2, dim=128, tail=3)
-    case.check(case.run())
+    case.check(case.run(small_rings=False))
 
 
 @pytest.mark.parametrize("num_queries", [30, 50, 100])

@@ -291,6 +291,9 @@ def backward_64(
     dtype: tl.constexpr = tlx.dtype_of(desc_k)
     q_tile = tlx.local_alloc((ROWS, D), dtype, 1)
     do_tiles = tlx.local_alloc((ROWS, D), dtype, DO_STAGES)
+    # A group that never waits for a buffer's other phases could take the one before for its own.
+    tl.static_assert(STAGES % 2 == 0, "a buffer always goes to the same group")
+    tl.static_assert(STAGES >= 4, "a group keeps the buffers of its last tile until its next tile is there")
     # dQ of both groups lies over K.
     k_or_dq = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
     k_tiles = tlx.local_alloc((KEYS, D), dtype, STAGES, reuse=k_or_dq)

@@ -15,7 +15,6 @@ from .descriptors import for_tma, ragged_descriptor
 
 # More shared queries than this are for the general kernels.
 MAX_QUERIES = 128
-HEAD_DIMS = (64, 128)
 MASKS = ("full",)
 # Rows of the key tile table's tiles.
 TILE_KEYS = 64
@@ -144,5 +143,5 @@ def _ring_sizes(rows: int, dim: int) -> dict[str, Any]:
     if rows == 128:
         return {"STAGES": 2 if dim == 128 else 6}
     if dim == 128:
-        return {"ROWS": rows, "STAGES": 5, "DO_STAGES": 2, "DV_FIRST": False}
+        return {"ROWS": rows, "STAGES": 6 if rows == 32 else 4, "DO_STAGES": 2 if rows == 32 else 3, "DV_FIRST": False}
     return {"ROWS": rows, "STAGES": 8, "DO_STAGES": 4, "DV_FIRST": True}
