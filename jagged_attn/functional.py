@@ -88,11 +88,20 @@ def _tables(
     return derived(offsets_kv, other, ("tables", requests, rows_q, rows_kv), build)
 
 
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+# Dynamo of torch 2.11 cannot trace what it calls, and after a break of the graph takes the facts of a call for symbols.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype of autocast, if it is on for a kind of device."""
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if not torch._C._is_any_autocast_enabled():
         return None
-    return torch.get_autocast_dtype(device_type)
+    is_on = _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -114,8 +123,7 @@ def _attend(
     is_plain = not is_compiling and autograd.is_plain(q, k, v)
     if is_plain:
         decision = _recall(q, k, v, layout_q, layout_kv, options)
-        if torch._C._is_any_autocast_enabled():
-            q, k, v = _autocast(q, k, v)
+        q, k, v = _autocast(q, k, v)
     else:
         q, k, v, decision = _decide(q, k, v, layout_q, layout_kv, *options)
     if return_lse and decision.static.activation != SOFTMAX:
@@ -172,7 +180,7 @@ def _recall(
         layout_q is None,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device,
-        _autocast_dtype(q.device.type) if torch._C._is_any_autocast_enabled() else None,
+        _autocast_dtype(q.device.type),
         torch.are_deterministic_algorithms_enabled(),
         # 1, 1.0 and True are one key otherwise.
         type(scale), type(out_scale), options,

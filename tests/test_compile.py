@@ -101,6 +101,24 @@ def test_sizes_and_numbers_that_dynamo_makes_symbols_stay_constants(target: Targ
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_what_dynamo_of_torch_2_11_cannot_trace_breaks_no_graph(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A break makes it take the facts of the call for symbols, and raise InternalTorchDynamoError at another shape.
+    available = torch._dynamo.disable(torch.amp.is_autocast_available)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", available)
+
+    def model(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            return ja.jagged_attention(x, x, x, offsets)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for values, offsets in ragged_batches("cpu", 3):
+        x = values.unflatten(1, (3, 4, 16))[:, 0]
+        assert compiled(x, offsets).dtype == (torch.bfloat16 if enabled else torch.float32)
+        assert torch.equal(compiled(x, offsets), model(x, offsets))
+    torch._dynamo.reset()
+
+
 @pytest.mark.slow
 def test_inductor_runs_what_eager_runs(target: Target) -> None:
     def model(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
