@@ -22,7 +22,7 @@ def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offs
     signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
     constexprs = {"H": 4, "GROUP": group, "D": dim, "BM": 64, "BN": 128, "STAGES": 2 if dim == 128 else 4}
-    constexprs |= {"DS_STAGES": 2, "MASK": mask.code, "ACT": act, "FAST_TANH": True, "WITH_DQ": with_dq}
+    constexprs |= {"REPLICAS": 0, "DS_STAGES": 2, "MASK": mask.code, "ACT": act, "FAST_TANH": True, "WITH_DQ": with_dq}
     return Compilation(name, backward_kv, signature, constexprs, 90)
 
 

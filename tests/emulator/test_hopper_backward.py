@@ -9,7 +9,7 @@ import torch
 from jagged_attn.activations import ELEMENTWISE
 from jagged_attn.backends import reference
 from jagged_attn.backends.base import Geometry
-from jagged_attn.backends.tlx_hopper import launch_backward
+from jagged_attn.backends.tlx_hopper import capability, launch_backward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, Mask, SlidingWindow
 from jagged_attn.schedule.tiles import tile_table
 from jagged_attn.spec import AttentionSpec
@@ -74,9 +74,9 @@ def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
 def _tables(tensors: dict[str, torch.Tensor], geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor]:
     q, kv = (geometry.offsets_q, tensors["q"].shape[0]), (geometry.offsets_kv, tensors["k"].shape[0])
     assert q[0] is not None
-    block_q = launch_backward.DETERMINISTIC_TABLE_REQUEST.block
+    block_q = capability.DETERMINISTIC_TABLE_REQUEST.block
     return (
-        tile_table(kv[0], q[0], kv[1], q[1], launch_backward.TABLE_REQUEST.block),
+        tile_table(kv[0], q[0], kv[1], q[1], capability.TABLE_REQUEST.block),
         tile_table(q[0], kv[0], q[1], kv[1], block_q),
     )
 

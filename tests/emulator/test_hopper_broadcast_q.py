@@ -23,7 +23,11 @@ LENGTHS = (0, 1, 63, 64, 65, 129, 300, 0)
 # Tiles enough that CTAs compete for chunks, and that rings of SMALL_RINGS wrap.
 SHORT = (65, 0, 1, 150, 129)
 TAIL = 70
-SMALL_RINGS = {32: {"STAGES": 4, "DO_STAGES": 2}, 64: {"STAGES": 4, "DO_STAGES": 2}, 128: {"STAGES": 2}}
+SMALL_RINGS = {
+    32: {"STAGES": 4, "DO_STAGES": 2},
+    64: {"STAGES": 4, "DO_STAGES": 2, "DV_FIRST": False},
+    128: {"STAGES": 2},
+}
 RANDOM = Schedule("random", 0)
 # Every element is written once, whatever was there; `desc_parts` is the workspace.
 OUTPUTS = ("desc_dk", "desc_dv", "desc_parts", "dq")

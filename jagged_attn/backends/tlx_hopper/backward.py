@@ -122,7 +122,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
           total_q, total_kv, items, q_tiles, do_tiles, k_tile, v_tile, lse_rows, delta_rows, q_full, q_empty, do_full,
           do_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr,
           D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
-          SOFTMAX: tl.constexpr):  # fmt: skip
+          SOFTMAX: tl.constexpr, REPLICAS: tl.constexpr):  # fmt: skip
     KV_HEADS: tl.constexpr = H // GROUP
     BYTES: tl.constexpr = tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = BM * D * BYTES + (BM * 4 if SOFTMAX else 0)
@@ -143,6 +143,8 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
         # Keys that no query sees are not loaded: what lies there may be NaN, and their gradients are 0.
         len_kv = tl.where(len_q > 0, len_kv, 0)
         kv_head = item % KV_HEADS
+        # Shared queries are not at their sequence's place, but the first rows of all.
+        rows_q = start_q * 0 if REPLICAS else start_q
         # Asked for early: the answer takes a microsecond, which the copies below hide.
         item = next_item(counter)
         block = first_block(start_q, b, BM) + begin // BM
@@ -154,7 +156,8 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
                 head = kv_head * GROUP + trip // tiles
                 tile = trip % tiles
             buf, phase = ring(count, STAGES)
-            q0, q1, q2, q3 = ragged(start_q, len_q, begin + tile * BM, head * D)
+            q0, q1, q2, q3 = ragged(rows_q, len_q, begin + tile * BM, head * D)
+            o0, o1, o2, o3 = ragged(start_q, len_q, begin + tile * BM, head * D)
             rows = row_stats + ((block + tile) * H + head) * (2 * BM)
             tlx.barrier_wait(q_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(q_full[buf], TILE_BYTES)
@@ -167,7 +170,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
                 tlx.async_descriptor_load(desc_k, k_tile[0], [k0, k1, k2, k3], k_full[0])
             tlx.barrier_wait(do_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(do_full[buf], TILE_BYTES)
-            tlx.async_descriptor_load(desc_do, do_tiles[buf], [q0, q1, q2, q3], do_full[buf])
+            tlx.async_descriptor_load(desc_do, do_tiles[buf], [o0, o1, o2, o3], do_full[buf])
             if SOFTMAX:
                 tlx.async_load(rows + BM, delta_rows[buf], bulk=True, barrier=do_full[buf])
             if trip == 0:
@@ -265,7 +268,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
                dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full,
                ds_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
                BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DS_STAGES: tl.constexpr, MASK: tl.constexpr,
-               ACT: tl.constexpr, FAST_TANH: tl.constexpr, WITH_DQ: tl.constexpr):  # fmt: skip
+               ACT: tl.constexpr, FAST_TANH: tl.constexpr, WITH_DQ: tl.constexpr,
+               REPLICAS: tl.constexpr):  # fmt: skip
     """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128 if WITH_DQ.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
@@ -286,6 +290,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
         start_q, len_q, begin, tiles = _queries(
             b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
         )
+        rows_dq = tl.program_id(0) % REPLICAS * len_q if REPLICAS else start_q
         query_lo, query_hi, all_lo, all_hi = tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0
         if mask_kind(MASK) != "full":
             _, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
@@ -332,7 +337,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
                 if trip > 0:
                     tlx.barrier_arrive(ds_empty[last_buf], 1)
                     _reduce_dq(
-                        desc_sum, dq_tiles, dq, start_q, len_q, _head(trip - 1, kv_head, tiles, GROUP),
+                        desc_sum, dq_tiles, dq, rows_dq, len_q, _head(trip - 1, kv_head, tiles, GROUP),
                         _first_query(trip - 1, begin, tiles, GROUP, BM), g, D,
                     )  # fmt: skip
             dv = tlx.async_dot(p, do_tiles[buf], dv)
@@ -370,7 +375,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
             tlx.barrier_arrive(ds_empty[last_buf], 1)
             tlx.barrier_arrive(k_empty[0], 1)
             _reduce_dq(
-                desc_sum, dq_tiles, dq_end, start_q, len_q, _head(GROUP * tiles - 1, kv_head, tiles, GROUP),
+                desc_sum, dq_tiles, dq_end, rows_dq, len_q, _head(GROUP * tiles - 1, kv_head, tiles, GROUP),
                 begin + (tiles - 1) * BM, g, D,
             )  # fmt: skip
         else:
@@ -396,8 +401,11 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
                 offsets_q, offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale, H: tl.constexpr,
                 GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
                 DS_STAGES: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr,
-                WITH_DQ: tl.constexpr):  # fmt: skip
+                WITH_DQ: tl.constexpr, REPLICAS: tl.constexpr):  # fmt: skip
     """dK and dV: persistent, a work item is a key tile of a key head. WITH_DQ adds dQ / (scale out_scale) to a sum.
+
+    With REPLICAS the queries are shared by all sequences: ``offsets_q`` are those of dO, and dQ is added to one of that
+    many sums, so that the CTAs do not all add to the same rows.
 
     | barrier | count | arrives | waits |
     |---|---|---|---|
@@ -440,10 +448,10 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
             _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, offsets_q, offsets_kv,
                   num_sequences, total_q, total_kv, items, q_tiles, do_tiles, k_tile, v_tile, lse_rows, delta_rows,
                   q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty, H,
-                  GROUP, D, BM, BN, STAGES, MASK, ACT == "softmax")  # fmt: skip
+                  GROUP, D, BM, BN, STAGES, MASK, ACT == "softmax", REPLICAS)  # fmt: skip
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
             _gradients(tlx.async_task_replica_id(), desc_sum, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv,
                        num_sequences, total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows,
                        delta_rows, ds_tiles, dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty,
                        v_full, v_empty, ds_full, ds_empty, item_full, item_empty, H, GROUP, D, BM, BN, STAGES,
-                       DS_STAGES, MASK, ACT, FAST_TANH, WITH_DQ)  # fmt: skip
+                       DS_STAGES, MASK, ACT, FAST_TANH, WITH_DQ, REPLICAS)  # fmt: skip

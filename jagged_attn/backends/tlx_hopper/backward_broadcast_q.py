@@ -146,17 +146,21 @@ def _load_in_turns(
         tlx.barrier_expect_bytes(do_full[do_buf], ROWS * D * _ITEM_BYTES)
         c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
         tlx.async_descriptor_load(desc_do, do_tiles[do_buf], [c0, c1, c2, c3], do_full[do_buf])
-        _load_together(
-            desc_k, desc_v, k_tiles, v_tiles, k_full, v_full, kv_empty, count, start, keys, first, column, D, STAGES
-        )  # fmt: skip
-        # Counter, table and offsets answer one after the other: ask while there are loads under way.
+        early = tl.maximum(tiles - 1, 1)
+        for n in range(early):
+            _load_together(
+                desc_k, desc_v, k_tiles, v_tiles, k_full, v_full, kv_empty, count + n, start, keys, first + n * KEYS,
+                column, D, STAGES,
+            )  # fmt: skip
+        # Counter, table and offsets answer one after the other: ask before the wait for the last tile's buffers. Not
+        # earlier, because who takes a chunk early may keep the others waiting at the end.
         turn, chunk, tile, end = _following(
             control, chunk_full, chunk_empty, turn, chunk, tile + tiles, end, entries, chunk_tiles, H, DYNAMIC
         )  # fmt: skip
         next_b, next_start, _, next_keys, next_first, next_tiles = _run(
             table, offsets, tile, end, num_sequences, total_kv
         )  # fmt: skip
-        for n in range(1, tiles):
+        for n in range(early, tiles):
             _load_together(
                 desc_k, desc_v, k_tiles, v_tiles, k_full, v_full, kv_empty, count + n, start, keys, first + n * KEYS,
                 column, D, STAGES,
@@ -383,10 +387,12 @@ def _load_halves(
         c0, c1, c2, c3 = ragged(b * num_queries, queries, 0, column)
         tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf], [c0, c1, c2, c3], do_full[do_buf])
         tlx.async_descriptor_load(desc_do, do_tiles[2 * do_buf + 1], [c0, c1, c2 + _HALF, c3], do_full[do_buf])
-        _load_apart(
-            desc_k, desc_v, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count, start, keys, first, column,
-            D, STAGES,
-        )  # fmt: skip
+        early = tl.maximum(tiles - 1, 1)
+        for n in range(early):
+            _load_apart(
+                desc_k, desc_v, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count + n, start, keys,
+                first + n * KEYS, column, D, STAGES,
+            )  # fmt: skip
         # As in `_load_in_turns`.
         turn, chunk, tile, end = _following(
             control, chunk_full, chunk_empty, turn, chunk, tile + tiles, end, entries, chunk_tiles, H, DYNAMIC
@@ -394,7 +400,7 @@ def _load_halves(
         next_b, next_start, _, next_keys, next_first, next_tiles = _run(
             table, offsets, tile, end, num_sequences, total_kv
         )  # fmt: skip
-        for n in range(1, tiles):
+        for n in range(early, tiles):
             _load_apart(
                 desc_k, desc_v, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, count + n, start, keys,
                 first + n * KEYS, column, D, STAGES,

@@ -16,8 +16,12 @@ from ..base import Arch
 HEAD_DIMS = (64, 128)
 # One tile holds any sequence: a table of such tiles is the non-empty sequences in the order of their lengths.
 WHOLE_SEQUENCE = 2**30
-BACKWARD_BLOCK_KV = 128
 BROADCAST_Q_BLOCK_KV = 64
+# Tiles of dK and dV, and of dQ where that is a kernel of its own.
+BLOCK_Q, BLOCK_KV = 64, 128
+TABLE_REQUEST = TableRequest("kv", BLOCK_KV, "q")
+DETERMINISTIC_TABLE_REQUEST = TableRequest("q", 2 * BLOCK_Q, "kv")
+NO_TLX = "needs TLX, which comes with fbtriton (pip install --no-deps fbtriton==3.7.4) and not with this triton"
 
 
 @cache
@@ -46,17 +50,21 @@ def supports(spec: AttentionSpec, arch: Arch) -> str | None:
         if not isinstance(spec.mask, Full):
             return f"takes broadcast-Q without a mask only, got {spec.mask}"
         if spec.group_size > 1:
-            return f"takes broadcast-Q with as many key heads as heads only, got {spec.num_kv_heads} of {spec.num_heads}"
-    elif spec.deterministic:
-        return "adds up the gradient of q in no fixed order, so it does not run with deterministic=True"
+            return (
+                f"takes broadcast-Q with as many key heads as heads only, got {spec.num_kv_heads} of {spec.num_heads}"
+            )
     if not _has_tlx():
-        return "needs TLX, which comes with fbtriton (pip install --no-deps fbtriton==3.7.4) and not with this triton"
+        return NO_TLX
     return None
 
 
 def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
-    """See ``Capability.table_requests``: of the forward and of the backward."""
+    """See ``Capability.table_requests``: of the forward and of the backward kernels."""
     if spec.kind == "broadcast_q":
-        return TableRequest("kv", WHOLE_SEQUENCE, "kv"), TableRequest("kv", BROADCAST_Q_BLOCK_KV, "kv")
-    block_q = forward_config(spec.head_dim, None).block_q
-    return TableRequest("q", block_q, "kv"), TableRequest("kv", BACKWARD_BLOCK_KV, "q")
+        return (
+            TableRequest("kv", WHOLE_SEQUENCE, "kv"),
+            TableRequest("kv", BROADCAST_Q_BLOCK_KV, "kv"),
+            TableRequest("kv", BLOCK_KV, "kv"),
+        )
+    requests = TableRequest("q", forward_config(spec.head_dim, None).block_q, "kv"), TABLE_REQUEST
+    return (*requests, DETERMINISTIC_TABLE_REQUEST) if spec.deterministic else requests

@@ -1,4 +1,4 @@
-"""The host's side of the Hopper backward of self and cross attention."""
+"""The host's side of the Hopper backward of self and cross attention, and of more shared queries than fit a tile."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,24 +9,20 @@ from torch import Tensor
 
 from ...activations import SOFTMAX
 from ...schedule.arch import num_processors
-from ...schedule.tiles import TableRequest
 from ...spec import AttentionSpec
 from ..base import Geometry, new_gradients
 from .backward import backward_kv, finish_dq, prepare_backward
 from .backward_queries import backward_q
+from .capability import BLOCK_KV, BLOCK_Q
 from .descriptors import for_tma, ragged_descriptor
-
-HEAD_DIMS = (64, 128)
-BLOCK_Q, BLOCK_KV = 64, 128
-TABLE_REQUEST = TableRequest("kv", BLOCK_KV, "q")
-# Of dQ, which is a kernel of its own in a deterministic call.
-DETERMINISTIC_TABLE_REQUEST = TableRequest("q", 2 * BLOCK_Q, "kv")
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}
 # Tiles of K and V, in the kernel of dQ.
 _BLOCK_KEYS, _KEY_STAGES = 64, 3
 _DS_STAGES = 2
+# Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
+_REPLICAS = 16
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
 _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
@@ -54,7 +50,7 @@ def backward(
     """See ``Launch.backward``; one activation for all heads, D = Dv.
 
     Args:
-        dout: ``[T_q, H, D]``.
+        dout: ``[T_q, H, D]``; ``[B, S, H, D]`` for broadcast-Q, which takes no deterministic call here.
         q: ``[T_q, H, D]``.
         k: ``[T_kv, H_kv, D]``.
         v: ``[T_kv, H_kv, D]``.
@@ -62,19 +58,22 @@ def backward(
         lse: the forward's, ``[T_q, H]``, contiguous; not read for an element-wise activation.
         geometry: the offsets; its tables are not read.
         spec: of the call.
-        table: the tile table of ``TABLE_REQUEST``.
+        table: the tile table of ``capability.TABLE_REQUEST``, or of key tiles as high for broadcast-Q.
         table_q: that of ``DETERMINISTIC_TABLE_REQUEST``, for a deterministic call.
     """
     dq, dk, dv = new_gradients(q, k, v)
-    if not q.numel() or not k.numel():
+    if not q.numel() or not k.numel() or not dout.numel():
         # There is nothing to map for TMA on one side, and nothing that the other side sees.
         return dq.zero_(), dk.zero_(), dv.zero_()
-    offsets = geometry.offsets_q, geometry.offsets_kv
-    assert offsets[0] is not None
+    if geometry.offsets_q is None:
+        offsets_q = torch.arange(geometry.num_sequences + 1, device=q.device) * q.shape[0]
+        dout, out = dout.reshape(-1, *q.shape[1:]), out.view(-1, *q.shape[1:])
+    else:
+        offsets_q = geometry.offsets_q.contiguous()
     with _on(q.device):
         call = _Call(
-            for_tma(dout), for_tma(q), for_tma(k), for_tma(v), dq, dk, dv, table, table_q, offsets[0].contiguous(),
-            offsets[1].contiguous(), geometry.num_sequences, spec,
+            for_tma(dout), for_tma(q), for_tma(k), for_tma(v), dq, dk, dv, table, table_q, offsets_q,
+            geometry.offsets_kv.contiguous(), geometry.num_sequences, spec,
         )  # fmt: skip
         _launch(call, out, lse)
     return dq, dk, dv
@@ -98,6 +97,11 @@ class _Call:
     num_sequences: int
     spec: AttentionSpec
 
+    @property
+    def shared(self) -> bool:
+        """Whether all sequences have the same queries."""
+        return self.spec.kind == "broadcast_q"
+
     def integers(self, *shape: int) -> Tensor:
         """Uninitialised int32 numbers."""
         return torch.empty(shape, dtype=torch.int32, device=self.q.device)
@@ -112,21 +116,26 @@ class _Call:
 
 
 def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
-    spec, q, (total_q, heads, dim) = call.spec, call.q, call.q.shape
+    spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
     softmax, with_dq = spec.activation[0] == SOFTMAX, not spec.deterministic
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if softmax else 0, dtype=torch.float32)
-    dq_sum = q.new_empty(q.shape if with_dq else (1, heads, dim), dtype=torch.float32)
+    if call.shared:
+        dq_sum = q.new_zeros((_REPLICAS, *q.shape), dtype=torch.float32)
+    else:
+        dq_sum = q.new_empty(q.shape if with_dq else (1, heads, dim), dtype=torch.float32)
     counters = call.integers(2)
     # Without an out_scale everything is 0 in the end; the sums need only be finite.
     inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
     prepare_backward[(blocks * heads,)](
         call.dout, out, lse, stats, dq_sum, counters, call.offsets_q, call.num_sequences, total_q,
         call.dout.stride(0), inverse_out_scale,
-        H=heads, D=dim, BM=BLOCK_Q, SOFTMAX=softmax, WITH_DQ=with_dq, num_warps=4,
+        H=heads, D=dim, BM=BLOCK_Q, SOFTMAX=softmax, WITH_DQ=with_dq and not call.shared, num_warps=4,
     )  # fmt: skip
     _launch_keys(call, stats, dq_sum, counters[:1])
-    if with_dq:
+    if call.shared:
+        call.dq.copy_(dq_sum.sum(0).mul_(spec.scale * spec.out_scale))
+    elif with_dq:
         finish_dq[(-(-q.numel() // _FINISH_BLOCK),)](
             dq_sum, call.dq, total_q, spec.scale * spec.out_scale, WIDTH=heads * dim, BLOCK=_FINISH_BLOCK, num_warps=8
         )
@@ -143,13 +152,13 @@ def _launch_keys(call: _Call, stats: Tensor, dq_sum: Tensor, counter: Tensor) ->
         ragged_descriptor(call.k, BLOCK_KV, dim),
         ragged_descriptor(call.v, BLOCK_KV, dim),
         ragged_descriptor(call.dout, BLOCK_Q, dim),
-        ragged_descriptor(dq_sum, BLOCK_Q, dim // 2),
+        ragged_descriptor(dq_sum.view(-1, spec.num_heads, dim), BLOCK_Q, dim // 2),
         ragged_descriptor(call.dk, BLOCK_KV // 2, dim),
         ragged_descriptor(call.dv, BLOCK_KV // 2, dim),
         stats, call.table, counter, call.integers(2 * programs), call.offsets_q, call.offsets_kv, call.num_sequences,
-        call.q.shape[0], call.k.shape[0], items, spec.scale, spec.out_scale,
-        BM=BLOCK_Q, BN=BLOCK_KV, STAGES=_STAGES[dim], DS_STAGES=_DS_STAGES, WITH_DQ=not spec.deterministic,
-        **call.constants(),
+        call.dout.shape[0], call.k.shape[0], items, spec.scale, spec.out_scale,
+        BM=BLOCK_Q, BN=BLOCK_KV, STAGES=_STAGES[dim], DS_STAGES=_DS_STAGES,
+        WITH_DQ=call.shared or not spec.deterministic, REPLICAS=_REPLICAS if call.shared else 0, **call.constants(),
     )  # fmt: skip
 
 

@@ -1,0 +1,180 @@
+"""The Hopper backend on a Hopper GPU: the cases of the semantics suite in half precision, at the head dims it takes."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import CASES, Case, run
+from targets import Target
+from test_semantics import check
+
+import jagged_attn as ja
+from jagged_attn.activations import ELEMENTWISE
+from jagged_attn.backends.tlx_hopper import capability
+from jagged_attn.testing.tolerance import assert_within
+
+
+def _reason() -> str:
+    if not torch.cuda.is_available():
+        return "needs a CUDA GPU"
+    q = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="cuda")
+    return {r.backend: r.refusal for r in ja.explain_backend(q, q, q, ja.JaggedLayout.uniform(1, 1, "cuda"))}[
+        "tlx_hopper"
+    ] or ""
+
+
+REASON = _reason()
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.skipif(bool(REASON), reason=REASON)]
+HOPPER = Target("tlx_hopper", "cuda")
+LONG = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0, 513)
+
+
+@pytest.fixture
+def stale() -> None:
+    """Leave NaN in the memory that ``torch.empty`` is about to return, so that an element nobody writes is seen."""
+    blocks = [
+        torch.full((n,), torch.nan, device="cuda") for n in (1 << 22, 1 << 18, 1 << 14, *[1 << 10] * 8, *[64] * 16)
+    ]
+    del blocks
+
+
+def _at(case: Case, dim: int) -> Case:
+    return dataclasses.replace(case, dims=(dim, dim))
+
+
+def check_or_refusal(case: Case, dtype: torch.dtype) -> None:
+    """Right, or refused for a reason that the capability module gives."""
+    try:
+        check(case, HOPPER, dtype)
+    except ja.UnsupportedError as error:
+        (report,) = error.refusals
+        assert report.backend == "tlx_hopper"
+        pytest.skip(report.refusal)
+
+
+@pytest.mark.parametrize("dim", capability.HEAD_DIMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_the_reference(case: Case, dim: int, stale: None) -> None:
+    check_or_refusal(_at(case, dim), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", capability.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("self", LONG, heads=(4, 4)),
+        Case("grouped", LONG, heads=(4, 2)),
+        Case("cross", LONG, tuple(reversed(LONG)), heads=(4, 4)),
+        Case("causal", LONG, heads=(4, 4), options={"mask": ja.Causal()}),
+        Case("window", LONG, heads=(4, 4), options={"mask": ja.SlidingWindow(100, 0)}),
+        Case("blocks", LONG, heads=(4, 4), options={"mask": ja.BlockDiagonal(64)}),
+        Case("gelu", LONG, heads=(4, 4), options={"activation": "gelu"}),
+        *(
+            Case(f"broadcast-q-{s}", LONG, num_shared_queries=s, heads=(4, 4))
+            for s in (1, 32, 33, 64, 65, 128, 129, 256)
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_long_sequences(case: Case, dtype: torch.dtype, dim: int, stale: None) -> None:
+    check(_at(case, dim), HOPPER, dtype)
+
+
+@pytest.mark.parametrize("activation", ELEMENTWISE)
+def test_activations(activation: str, stale: None) -> None:
+    check(Case(activation, LONG, dims=(64, 64), options={"activation": activation}), HOPPER, torch.bfloat16)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("shared", [None, 9, 100, 150])
+def test_a_bad_sequence_leaves_the_bits_of_all_others(bad: float, shared: int | None) -> None:
+    case = Case("bad", LONG, num_shared_queries=shared, dims=(64, 64), extra_rows=3)
+    clean = case.inputs(torch.bfloat16, "cuda")
+    before = run(clean, "tlx_hopper")
+    start, end = clean.layout_kv.offsets[3:5].tolist()
+    dirty = dataclasses.replace(clean, **{x: getattr(clean, x).clone() for x in ("q", "k", "v", "dout")})
+    names = ("k", "v") if shared else ("q", "k", "v", "dout")
+    for name in names:
+        getattr(dirty, name)[start:end] = bad
+        getattr(dirty, name)[-3:] = bad
+    after = run(dirty, "tlx_hopper")
+    for name in before:
+        if shared and name == "dq":
+            continue
+        rows = torch.ones(before[name].shape[0], dtype=torch.bool, device="cuda")
+        if shared and name in ("out", "lse"):
+            rows[3] = False
+        else:
+            rows[start:end] = False
+        if name == "dq":
+            # Sums of a sequence's key tiles in any order: the last bits may differ, but no NaN gets in.
+            assert_within(name, after[name][rows].cpu(), before[name][rows].double().cpu(), before[name][rows].cpu())
+        else:
+            assert torch.equal(after[name][rows], before[name][rows]), name
+
+
+def test_deterministic_broadcast_q_repeats_bit_for_bit() -> None:
+    case = Case("deterministic", LONG * 20, num_shared_queries=64, dims=(64, 64), options={"deterministic": True})
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    first, second = (run(inputs, "tlx_hopper", **case.options) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_capture_serves_other_offsets(stale: None) -> None:
+    case = Case("capture", LONG, dims=(64, 64), heads=(2, 2))
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    offsets = inputs.layout_kv.offsets.clone()
+
+    def step():
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        out = ja.jagged_attention(*leaves, offsets, backend="tlx_hopper")
+        return out, *torch.autograd.grad(out, leaves, inputs.dout)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    total = int(offsets[-1])
+    for cut in (total // 2, 1, 0, total):
+        offsets.copy_(torch.linspace(0, cut, offsets.numel()).long())
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        for got, want in zip(replayed, step(), strict=True):
+            torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2)
+
+
+def test_two_streams_and_two_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    case = Case("threads", LONG * 4, dims=(64, 64))
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    alone = run(inputs, "tlx_hopper")
+
+    def work(_: int) -> dict[str, torch.Tensor]:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            results = [run(inputs, "tlx_hopper") for _ in range(20)]
+            stream.synchronize()
+        return results[-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        for results in pool.map(work, range(2)):
+            for name in ("out", "lse", "dk", "dv"):
+                assert torch.equal(results[name], alone[name]), name
+            torch.testing.assert_close(results["dq"], alone["dq"], atol=1e-2, rtol=1e-2)
+
+
+def test_strided_inputs() -> None:
+    rows = sum(LONG)
+    base = torch.randn(rows, 3, 4, 64, dtype=torch.bfloat16, device="cuda")
+    layout = ja.JaggedLayout.from_lengths(torch.tensor(LONG, device="cuda"))
+    fused = ja.jagged_attention(*base.unbind(1), layout, backend="tlx_hopper")
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in base.unbind(1)]
+    assert torch.equal(fused, ja.jagged_attention(*heads_first, layout, backend="tlx_hopper"))
+    odd = torch.randn(rows, 4 * 64 + 3, dtype=torch.bfloat16, device="cuda")[:, 1:257].view(rows, 4, 64)
+    got = ja.jagged_attention(odd, odd, odd, layout, backend="tlx_hopper")
+    assert torch.equal(got, ja.jagged_attention(*[odd.contiguous()] * 3, layout, backend="tlx_hopper"))
