@@ -90,9 +90,8 @@ def problem(
 
 
 @pytest.mark.emulator(seeds=1, roles=("load_in_turns",))
-@pytest.mark.parametrize("num_queries", [20, 40])
-def test_up_to_64_queries_under_every_policy(num_queries, schedule):
-    case = problem(num_queries, SHORT, tail=3)
+def test_up_to_64_queries_under_every_policy(schedule):
+    case = problem(40, SHORT, tail=3)
     case.check(case.run(schedule))
 
 
