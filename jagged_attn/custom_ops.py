@@ -35,7 +35,8 @@ library.define(
     f"{_JAGGED}) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
-    "tile_table(Tensor offsets, Tensor cost_offsets, SymInt total_rows, SymInt cost_rows, int block) -> Tensor"
+    "tile_table(Tensor offsets, Tensor cost_offsets, SymInt total_rows, SymInt cost_rows, int block, int skip=0) "
+    "-> Tensor"
 )
 
 
@@ -108,7 +109,9 @@ def _attention_backward_fake(
     return new_gradients(q, k, v)
 
 
-def _tile_table_fake(offsets: Tensor, cost_offsets: Tensor, total_rows: int, cost_rows: int, block: int) -> Tensor:
+def _tile_table_fake(
+    offsets: Tensor, cost_offsets: Tensor, total_rows: int, cost_rows: int, block: int, skip: int = 0
+) -> Tensor:
     tiles = max_tiles(total_rows, torch.sym_max(offsets.shape[0] - 1, 0), block)
     return offsets.new_empty((tiles, 2), dtype=torch.int32)
 

@@ -77,7 +77,9 @@ def _tables(
         tables: dict[TableRequest, Tensor] = {}
         for request in dict.fromkeys(requests):
             (rows, total_rows), (cost, cost_rows) = sides[request.rows], sides[request.cost]
-            tables[request] = torch.ops.jagged_attn.tile_table(rows, cost, total_rows, cost_rows, request.block)
+            tables[request] = torch.ops.jagged_attn.tile_table(
+                rows, cost, total_rows, cost_rows, request.block, request.skip
+            )
         return [tables[request] for request in requests]
 
     if not requests:

@@ -3,18 +3,22 @@
     python -m jagged_attn.bench.kunlun speed --device cuda      two towers of width 512, B = 512, bf16
     python -m jagged_attn.bench.kunlun memory --device cpu      the published click and impression towers, B = 256, fp32
 
-No figure is printed before the jagged model has passed the gate: on some samples of the batch, its logits and the
+No figure is printed of a contestant that has not passed the gate: on some samples of the batch, its logits and the
 gradients of all parameters are no further from the padded model in float64 than twice what the padded model in the same
-dtype is.
+dtype is. Each contestant runs in a process of its own, so that one that compiles for too long (``--limit``), or runs
+out of memory, takes nothing from the others.
 """
 
 import argparse
 import contextlib
 import copy
 import json
+import re
 import statistics
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +38,9 @@ from .memory import return_freed_memory, status_kib
 from .provenance import collect_provenance
 from .timing import make_clock
 
-_CHILD_TIMEOUT_S = 1800
+_PACKAGE = Path(__file__).parents[1]
+# What the process of a contestant does; a check would leave a CPU's peak memory where it was.
+_STEPS = {"speed": ("check-and-time",), "memory": ("check", "peak")}
 
 
 @dataclass(frozen=True)
@@ -135,16 +141,18 @@ def make_batch(scenario: Scenario, seed: int, device: torch.device, dtype: torch
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     values, offsets, timestamps = {}, {}, {}
-    for index, (name, tower) in enumerate(scenario.towers.items()):
-        lengths = draw_lengths(
-            scenario.lengths, scenario.batch, scenario.longest, scenario.mean_fill, seed=seed * 16 + index
-        )
-        values[name] = normal(int(lengths.sum()), tower.embed_dim).requires_grad_()
+    for name, lengths in _draw_lengths(scenario, seed).items():
+        values[name] = normal(int(lengths.sum()), scenario.towers[name].embed_dim).requires_grad_()
         offsets[name] = JaggedLayout.from_lengths(lengths).offsets.to(device)
         gaps = torch.rand(int(lengths.sum()), generator=generator).mul(14).exp().long()
         timestamps[name] = torch.cat([part.cumsum(0) for part in gaps.split(lengths.tolist())]).to(device)
     labels = torch.randint(0, 2, (scenario.batch,), generator=generator).to(device)
     return Batch(normal(scenario.batch, scenario.num_tokens, scenario.embed_dim), values, offsets, timestamps, labels)
+
+
+def _draw_lengths(scenario: Scenario, seed: int) -> dict[str, Tensor]:
+    facts = (scenario.lengths, scenario.batch, scenario.longest, scenario.mean_fill)
+    return {name: draw_lengths(*facts, seed=seed * 16 + index) for index, name in enumerate(scenario.towers)}
 
 
 class Ranker(nn.Module):
@@ -271,26 +279,18 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name.replace("stack.stack.", "stack."): p for name, p in model.named_parameters()}
 
 
-def time_steps(contestants: list[Contestant], batches: list[Batch], repeats: int, device: torch.device) -> dict:
-    """Median milliseconds of a step, all contestants in turn over the same batches; or what one raised."""
-    clock, samples, failures = make_clock(device), {c.name: [] for c in contestants}, {}  # type: ignore[var-annotated]
-    steps = {c.name: c.make_step() for c in contestants}
-    prepared = {c.name: [(c.prepare(b), b.labels) for b in batches] for c in contestants}
+def time_steps(contestant: Contestant, batches: list[Batch], repeats: int, device: torch.device) -> float:
+    """Median milliseconds of a step, the batches in turn."""
+    clock, step, samples = make_clock(device), contestant.make_step(), []
+    prepared = [(contestant.prepare(batch), batch.labels) for batch in batches]
     for round_ in range(-2 * len(batches), repeats):
-        for name, step in steps.items():
-            if name in failures:
-                continue
-            try:
-                start = clock.mark()
-                step(prepared[name][round_ % len(batches)])
-                end = clock.mark()
-                clock.wait()
-            except Exception as error:  # whatever a contestant raises is its result
-                failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-                continue
-            if round_ >= 0:
-                samples[name].append(clock.elapsed(start, end))
-    return {name: failures.get(name) or statistics.median(times) for name, times in samples.items()}
+        start = clock.mark()
+        step(prepared[round_ % len(batches)])
+        end = clock.mark()
+        clock.wait()
+        if round_ >= 0:
+            samples.append(clock.elapsed(start, end))
+    return statistics.median(samples)
 
 
 def peak_mib(contestant: Contestant, batch: Batch, device: torch.device) -> float:
@@ -311,63 +311,100 @@ def peak_mib(contestant: Contestant, batch: Batch, device: torch.device) -> floa
     return (status_kib("VmHWM") - before) / 1024
 
 
-def _peak_in_child(arguments: argparse.Namespace, name: str) -> float:
-    """On a CPU each contestant gets a fresh process, because the peak of a process cannot fall."""
-    command = [sys.executable, "-m", __spec__.name, "memory", "--contestants", name, "--child"]
-    command += ["--backend", arguments.backend, "--dtype", arguments.dtype, "--seed", str(arguments.seed)]
+def reason_of(error: BaseException) -> str:
+    """What an exception says in its first line, and where it went through this package, innermost last."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    # The compiler's exceptions have the frames that it traced in their message.
+    frames += re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    own = [
+        f"{Path(name).relative_to(_PACKAGE.parent)}:{line}"
+        for name, line in frames
+        if Path(name).is_relative_to(_PACKAGE) and name != __file__
+    ]
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{reason} (at {', '.join(own[-3:])})" if own else reason
+
+
+def _run_child(arguments: argparse.Namespace) -> float:
+    """One step of ``_STEPS``, for one contestant, in this process."""
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    scenario, repeats = _scenario_of(arguments), arguments.repeats
+    torch.manual_seed(arguments.seed)
+    ranker = Ranker(scenario, arguments.backend).to(device, dtype)
+    contestant = make_contestant(arguments.contestants[0], ranker)
+    batches = [make_batch(scenario, arguments.seed + i, device, dtype) for i in range(arguments.batches)]
+    if "check" in arguments.child:
+        check(ranker, batches[0], min(16, scenario.batch), contestant)
+    if "time" in arguments.child:
+        return time_steps(contestant, batches, repeats, device)
+    return peak_mib(contestant, batches[0], device) if arguments.child == "peak" else 0.0
+
+
+def _figure_of(arguments: argparse.Namespace, name: str) -> float | str:
+    """A contestant's figure, from processes of its own; or why there is none."""
+    command = [sys.executable, "-m", __spec__.name, arguments.what, "--contestants", name]
+    for option in ("device", "dtype", "backend", "seed", "batches", "repeats"):
+        command += [f"--{option}", str(getattr(arguments, option))]
     command += ["--small"] if arguments.small else []
-    child = subprocess.run(command, capture_output=True, text=True, timeout=_CHILD_TIMEOUT_S)
-    if child.returncode:
-        raise RuntimeError(f"{name}: {(child.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return float(json.loads(child.stdout.strip().splitlines()[-1]))
+    end, figure = time.monotonic() + arguments.limit, 0.0
+    for step in _STEPS[arguments.what]:
+        try:
+            left = max(end - time.monotonic(), 0.0)
+            child = subprocess.run([*command, "--child", step], capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            return f"not done within {arguments.limit:g} s"
+        if child.returncode:
+            return (child.stderr.strip().splitlines() or [f"its process ended with {child.returncode}"])[-1]
+        result = json.loads(child.stdout.strip().splitlines()[-1])
+        if isinstance(result, str):
+            return result
+        figure = result
+    return figure
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; 0 if every jagged contestant is right."""
+    """Run the command line; 0 if every jagged contestant has a figure."""
     arguments = _parse(argv)
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    scenario = SCENARIOS[arguments.what].small() if arguments.small else SCENARIOS[arguments.what]
-    torch.manual_seed(arguments.seed)
-    ranker = Ranker(scenario, arguments.backend).to(device, dtype)
-    contestants = [make_contestant(name, ranker) for name in arguments.contestants]
-    batches = [make_batch(scenario, arguments.seed + i, device, dtype) for i in range(arguments.batches)]
     if arguments.child:
-        print(json.dumps(peak_mib(contestants[0], batches[0], device)))
-        return 0
-    right = []
-    for contestant in contestants:
         try:
-            check(ranker, batches[0], min(16, scenario.batch), contestant)
-            right.append(contestant)
+            print(json.dumps(_run_child(arguments)))
         except Exception as error:  # whatever a contestant raises is its result
-            print(f"{contestant.name}: no figure: {type(error).__name__}: {str(error).splitlines()[0]}")
-    if arguments.what == "speed":
-        figures = time_steps(right, batches, arguments.repeats, device)
-    elif device.type == "cuda":
-        figures = {c.name: peak_mib(c, batches[0], device) for c in right}
-    else:
-        figures = {c.name: _peak_in_child(arguments, c.name) for c in right}
-    _report(arguments, scenario, batches, figures)
-    return 0 if all(c.name in figures for c in contestants if c.name.startswith("jagged")) else 1
+            print(json.dumps(reason_of(error)))
+        return 0
+    _print_facts(arguments)
+    unit, figures = "ms a step" if arguments.what == "speed" else "MiB peak", {}
+    for name in arguments.contestants:
+        figures[name] = figure = _figure_of(arguments, name)
+        shown = f"no figure: {figure}" if isinstance(figure, str) else f"{figure:10.1f} {unit}"
+        print(f"{name:22s} {shown}", flush=True)
+    numbers = {name: figure for name, figure in figures.items() if not isinstance(figure, str)}
+    _print_ratio(arguments.what, numbers)
+    return 0 if all(name in numbers for name in figures if name.startswith("jagged")) else 1
 
 
-def _report(arguments: argparse.Namespace, scenario: Scenario, batches: list[Batch], figures: dict) -> None:
-    provenance = collect_provenance(torch.device(arguments.device), [], arguments.commit)
+def _scenario_of(arguments: argparse.Namespace) -> Scenario:
+    scenario = SCENARIOS[arguments.what]
+    return scenario.small() if arguments.small else scenario
+
+
+def _print_facts(arguments: argparse.Namespace) -> None:
+    scenario, provenance = (
+        _scenario_of(arguments),
+        collect_provenance(torch.device(arguments.device), [], arguments.commit),
+    )
+    drawn = [_draw_lengths(scenario, arguments.seed + i) for i in range(arguments.batches)]
+    fill = statistics.mean(x.float().mean().item() / scenario.longest for lengths in drawn for x in lengths.values())
     print(f"# python -m jagged_attn.bench.kunlun {' '.join(arguments.given)}")
     print(f"# {provenance.device}, torch {provenance.torch}, {provenance.date}, commit {provenance.commit}")
-    fills = [v.shape[0] / scenario.batch / scenario.longest for b in batches for v in b.values.values()]
-    print(
-        f"# B = {scenario.batch}, longest {scenario.longest}, mean_fill {statistics.mean(fills):.2f}, {arguments.dtype}"
-    )
-    unit = "ms a step" if arguments.what == "speed" else "MiB peak"
-    for name, figure in figures.items():
-        print(f"{name:22s} {figure if isinstance(figure, str) else f'{figure:10.1f} {unit}'}")
-    numbers = {name: figure for name, figure in figures.items() if not isinstance(figure, str)}
+    print(f"# B = {scenario.batch}, longest {scenario.longest}, mean_fill {fill:.2f}, {arguments.dtype}", flush=True)
+
+
+def _print_ratio(what: str, numbers: dict[str, float]) -> None:
     jagged = [figure for name, figure in numbers.items() if name.startswith("jagged")]
     padded = [figure for name, figure in numbers.items() if name.startswith("padded")]
     if jagged and padded:
-        better = "times as fast" if arguments.what == "speed" else "of the memory"
-        ratio = min(padded) / min(jagged) if arguments.what == "speed" else min(jagged) / min(padded)
+        better = "times as fast" if what == "speed" else "of the memory"
+        ratio = min(padded) / min(jagged) if what == "speed" else min(jagged) / min(padded)
         print(f"best jagged against best padded: {ratio:.2f} {better}")
 
 
@@ -385,7 +422,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20, help="timed steps of each contestant")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to say where the package does not lie in its repository")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that one contestant may take in all")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     arguments.given = sys.argv[1:] if argv is None else argv
     on_gpu = arguments.device.startswith("cuda")
@@ -394,8 +432,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.contestants is None:
         arguments.contestants = ["jagged", "padded_sdpa"]
         if on_gpu and arguments.what == "speed":
-            compiled = ["jagged+compile", "padded_sdpa+compile", "padded_flex", "padded_flex+compile"]
-            arguments.contestants += compiled
+            # What compiles longest comes last.
+            slow = ["jagged+compile", "padded_sdpa+compile", "padded_flex", "padded_flex+compile"]
+            arguments.contestants += slow
     return arguments
 
 

@@ -26,7 +26,7 @@ def _offsets(lengths):
 def _tables(spec, offsets_q, offsets_kv, rows_q, rows_kv):
     sides = {"q": (offsets_q, rows_q), "kv": (offsets_kv, rows_kv)}
     return tuple(
-        tile_table(sides[r.rows][0], sides[r.cost][0], sides[r.rows][1], sides[r.cost][1], r.block)
+        tile_table(sides[r.rows][0], sides[r.cost][0], sides[r.rows][1], sides[r.cost][1], r.block, r.skip)
         for r in table_requests(spec, None)
     )
 

@@ -26,7 +26,7 @@ def tables(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[torch.Tensor, 
     if inputs.layout_q is not None:
         sides["q"] = inputs.layout_q.offsets, inputs.q.shape[0]
     return tuple(
-        tile_table(sides[r.rows][0], sides[r.cost][0], sides[r.rows][1], sides[r.cost][1], r.block)
+        tile_table(sides[r.rows][0], sides[r.cost][0], sides[r.rows][1], sides[r.cost][1], r.block, r.skip)
         for r in capability.table_requests(spec, HOPPER)
     )
 

@@ -48,10 +48,13 @@ def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q"])
-def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_sequences, total_q, dout_row,
-                     inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, SOFTMAX: tl.constexpr,
-                     WITH_DQ: tl.constexpr):  # fmt: skip
-    """Zero the sum of dQ, if any, and both counters; write each query row's lse (base 2) and delta / out_scale.
+def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets_kv, num_sequences, total_q, total_kv,
+                     dout_row, inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+                     SOFTMAX: tl.constexpr, ZERO: tl.constexpr):  # fmt: skip
+    """Zero the four counters; write each query row's lse (base 2) and delta / out_scale.
+
+    ZERO says where the sum of dQ is zeroed: ``"all"``, ``"keyless"``, the rows that no key tile is the first to reach,
+    or ``"none"``.
 
     One program for each block and head of ``stats [blocks, H, 2, BM]``. Rows past the end of a sequence, and rows that
     see no key, get lse = +inf and delta = 0: their scores' exponentials are 0 whatever the score.
@@ -59,16 +62,20 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_seq
     head = tl.program_id(0) % H
     block = tl.program_id(0) // H
     if tl.program_id(0) == 0:
-        tl.store(counters + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(counters + tl.arange(0, 4), tl.zeros([4], tl.int32))
     b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
     start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
     in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
     row_ok = (in_sequence >= 0) & (in_sequence < length)
     rows = start + in_sequence
     columns = tl.arange(0, D)[None, :]
-    if WITH_DQ:
+    if ZERO != "none":
+        untouched = row_ok
+        if ZERO == "keyless":
+            _, len_kv = partner_rows(offsets_kv, b, num_sequences, total_kv)
+            untouched = row_ok & (len_kv == 0)
         sums = dq_sum + ((rows * H + head) * D)[:, None] + columns
-        tl.store(sums, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None])
+        tl.store(sums, tl.zeros([BM, D], tl.float32), mask=untouched[:, None])
     if SOFTMAX:
         # Rows of no sequence have no keys.
         row_ok = row_ok & (b < num_sequences)
@@ -254,12 +261,13 @@ def _first_query(trip, begin, tiles, GROUP: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
-def _reduce_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr):
-    """Add this group's columns of a query tile's dQ to the sum in global memory."""
+def _reduce_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr,
+               REDUCE: tl.constexpr):  # fmt: skip
+    """Add this group's columns of a query tile's dQ to the sum in global memory, or begin the sum with them."""
     tlx.local_store(dq_tiles[g], dq)
     tlx.fence("async_shared")
     c0, c1, c2, c3 = ragged(start_q, len_q, first_query, head * D + g * (D // 2))
-    tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
+    tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3], store_reduce=REDUCE)
 
 
 @triton.jit
@@ -268,9 +276,9 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
                dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full,
                ds_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
                BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DS_STAGES: tl.constexpr, MASK: tl.constexpr,
-               ACT: tl.constexpr, FAST_TANH: tl.constexpr, WITH_DQ: tl.constexpr,
+               ACT: tl.constexpr, FAST_TANH: tl.constexpr, DQ: tl.constexpr,
                REPLICAS: tl.constexpr):  # fmt: skip
-    """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128 if WITH_DQ.
+    """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
     exponentials, so that neither waits for the other's dS.
@@ -308,7 +316,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
             first_query = _first_query(trip, begin, tiles, GROUP, BM)
             tlx.barrier_wait(q_full[buf], phase)
             s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, D]), tlx.local_trans(q_tiles[buf]))
-            if WITH_DQ:
+            if DQ != "none":
                 if trip > 0:
                     tlx.barrier_wait(ds_full[last_buf], ((count - 1) // DS_STAGES) & 1)
                 dq = tlx.async_dot(
@@ -326,19 +334,19 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
             )
             own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, BM])
             if PARK:
-                if WITH_DQ:
+                if DQ != "none":
                     tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
                 tlx.local_store(own_ds, factor)
             tlx.barrier_wait(do_full[buf], phase)
             dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, D]), tlx.local_trans(do_tiles[buf]))
-            if WITH_DQ:
+            if DQ != "none":
                 tlx.async_descriptor_store_wait(0)
                 dq = tlx.async_dot_wait(1, dq)
                 if trip > 0:
                     tlx.barrier_arrive(ds_empty[last_buf], 1)
                     _reduce_dq(
                         desc_sum, dq_tiles, dq, rows_dq, len_q, _head(trip - 1, kv_head, tiles, GROUP),
-                        _first_query(trip - 1, begin, tiles, GROUP, BM), g, D,
+                        _first_query(trip - 1, begin, tiles, GROUP, BM), g, D, DQ,
                     )  # fmt: skip
             dv = tlx.async_dot(p, do_tiles[buf], dv)
             dp = tlx.async_dot_wait(1, dp)
@@ -347,7 +355,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
             if PARK:
                 factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
             ds = (factor.to(tl.float32) * dp).to(DTYPE)
-            if WITH_DQ:
+            if DQ != "none":
                 if not PARK:
                     tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
                 tlx.local_store(own_ds, ds)
@@ -364,7 +372,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
         # Where the keys are is read again, between other things: kept, it would cost registers in the loop above.
         b, first_key = entry_of(table, item, KV_HEADS)
         start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
-        if WITH_DQ:
+        if DQ != "none":
             last_buf, last_phase = ring(count - 1, DS_STAGES)
             tlx.barrier_wait(ds_full[last_buf], last_phase)
             dq_end = tlx.async_dot(
@@ -376,7 +384,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
             tlx.barrier_arrive(k_empty[0], 1)
             _reduce_dq(
                 desc_sum, dq_tiles, dq_end, rows_dq, len_q, _head(GROUP * tiles - 1, kv_head, tiles, GROUP),
-                begin + (tiles - 1) * BM, g, D,
+                begin + (tiles - 1) * BM, g, D, DQ,
             )  # fmt: skip
         else:
             tlx.barrier_arrive(k_empty[0], 1)
@@ -401,11 +409,12 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
                 offsets_q, offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale, H: tl.constexpr,
                 GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
                 DS_STAGES: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr,
-                WITH_DQ: tl.constexpr, REPLICAS: tl.constexpr):  # fmt: skip
-    """dK and dV: persistent, a work item is a key tile of a key head. WITH_DQ adds dQ / (scale out_scale) to a sum.
+                DQ: tl.constexpr, REPLICAS: tl.constexpr):  # fmt: skip
+    """dK and dV: persistent, a work item is a key tile of a key head. DQ says what becomes of dQ / (scale out_scale).
 
-    With REPLICAS the queries are shared by all sequences: ``offsets_q`` are those of dO, and dQ is added to one of that
-    many sums, so that the CTAs do not all add to the same rows.
+    It is added to a sum (``"add"``); begins the sum (``""``: the first key tile of each sequence, in a launch before
+    that of the others); or is not made (``"none"``). With REPLICAS the queries are shared by all sequences:
+    ``offsets_q`` are those of dO, and dQ is added to one of that many sums, so that few CTAs add to the same rows.
 
     | barrier | count | arrives | waits |
     |---|---|---|---|
@@ -454,4 +463,4 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
                        num_sequences, total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows,
                        delta_rows, ds_tiles, dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty,
                        v_full, v_empty, ds_full, ds_empty, item_full, item_empty, H, GROUP, D, BM, BN, STAGES,
-                       DS_STAGES, MASK, ACT, FAST_TANH, WITH_DQ, REPLICAS)  # fmt: skip
+                       DS_STAGES, MASK, ACT, FAST_TANH, DQ, REPLICAS)  # fmt: skip

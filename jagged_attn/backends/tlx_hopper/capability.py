@@ -20,6 +20,9 @@ BROADCAST_Q_BLOCK_KV = 64
 # Tiles of dK and dV, and of dQ where that is a kernel of its own.
 BLOCK_Q, BLOCK_KV = 64, 128
 TABLE_REQUEST = TableRequest("kv", BLOCK_KV, "q")
+# The same in two launches: the first tile of each sequence stores dQ, the others add to it.
+FIRST_TABLE_REQUEST = TableRequest("kv", WHOLE_SEQUENCE, "q")
+REST_TABLE_REQUEST = TableRequest("kv", BLOCK_KV, "q", skip=BLOCK_KV)
 DETERMINISTIC_TABLE_REQUEST = TableRequest("q", 2 * BLOCK_Q, "kv")
 NO_TLX = "needs TLX, which comes with fbtriton (pip install --no-deps fbtriton==3.7.4) and not with this triton"
 
@@ -66,5 +69,9 @@ def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
             TableRequest("kv", BROADCAST_Q_BLOCK_KV, "kv"),
             TableRequest("kv", BLOCK_KV, "kv"),
         )
-    requests = TableRequest("q", forward_config(spec.head_dim, None).block_q, "kv"), TABLE_REQUEST
-    return (*requests, DETERMINISTIC_TABLE_REQUEST) if spec.deterministic else requests
+    forward = TableRequest("q", forward_config(spec.head_dim, None).block_q, "kv")
+    if spec.deterministic:
+        return forward, TABLE_REQUEST, DETERMINISTIC_TABLE_REQUEST
+    if isinstance(spec.mask, Full):
+        return forward, REST_TABLE_REQUEST, FIRST_TABLE_REQUEST
+    return forward, TABLE_REQUEST

@@ -17,12 +17,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``Launch.backward``."""
     if geometry.offsets_q is not None:
-        return launch_backward.backward(dout, q, k, v, out, lse, geometry, spec, *geometry.tables[1:])
+        return launch_backward.backward(dout, q, k, v, out, lse, geometry, spec, geometry.tables[1:])
     narrow, wide = geometry.tables[1:]
     if q.shape[0] <= MAX_QUERIES:
         return launch_broadcast_q.backward(dout, q, k, v, out, lse, geometry, spec, narrow)
     if not spec.deterministic:
-        return launch_backward.backward(dout, q, k, v, out, lse, geometry, spec, wide)
+        return launch_backward.backward(dout, q, k, v, out, lse, geometry, spec, (wide,))
     return _in_parts(dout, q, k, v, out, lse, geometry, spec, narrow)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...activations import SOFTMAX
+from ...masks import Full
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
 from ..base import Geometry, new_gradients
@@ -44,8 +45,7 @@ def backward(
     lse: Tensor,
     geometry: Geometry,
     spec: AttentionSpec,
-    table: Tensor,
-    table_q: Tensor | None = None,
+    tables: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``Launch.backward``; one activation for all heads, D = Dv.
 
@@ -58,8 +58,7 @@ def backward(
         lse: the forward's, ``[T_q, H]``, contiguous; not read for an element-wise activation.
         geometry: the offsets; its tables are not read.
         spec: of the call.
-        table: the tile table of ``capability.TABLE_REQUEST``, or of key tiles as high for broadcast-Q.
-        table_q: that of ``DETERMINISTIC_TABLE_REQUEST``, for a deterministic call.
+        tables: those of ``capability.table_requests`` after the forward's; for broadcast-Q one of key tiles.
     """
     dq, dk, dv = new_gradients(q, k, v)
     if not q.numel() or not k.numel() or not dout.numel():
@@ -72,7 +71,7 @@ def backward(
         offsets_q = geometry.offsets_q.contiguous()
     with _on(q.device):
         call = _Call(
-            for_tma(dout), for_tma(q), for_tma(k), for_tma(v), dq, dk, dv, table, table_q, offsets_q,
+            for_tma(dout), for_tma(q), for_tma(k), for_tma(v), dq, dk, dv, tables, offsets_q,
             geometry.offsets_kv.contiguous(), geometry.num_sequences, spec,
         )  # fmt: skip
         _launch(call, out, lse)
@@ -90,8 +89,7 @@ class _Call:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    table: Tensor
-    table_q: Tensor | None
+    tables: tuple[Tensor, ...]
     offsets_q: Tensor
     offsets_kv: Tensor
     num_sequences: int
@@ -124,15 +122,21 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
         dq_sum = q.new_zeros((_REPLICAS, *q.shape), dtype=torch.float32)
     else:
         dq_sum = q.new_empty(q.shape if with_dq else (1, heads, dim), dtype=torch.float32)
-    counters = call.integers(2)
+    counters = call.integers(4)
     # Without an out_scale everything is 0 in the end; the sums need only be finite.
     inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
+    in_two = with_dq and not call.shared and isinstance(spec.mask, Full)
     prepare_backward[(blocks * heads,)](
-        call.dout, out, lse, stats, dq_sum, counters, call.offsets_q, call.num_sequences, total_q,
-        call.dout.stride(0), inverse_out_scale,
-        H=heads, D=dim, BM=BLOCK_Q, SOFTMAX=softmax, WITH_DQ=with_dq and not call.shared, num_warps=4,
+        call.dout, out, lse, stats, dq_sum, counters, call.offsets_q, call.offsets_kv, call.num_sequences, total_q,
+        call.k.shape[0], call.dout.stride(0), inverse_out_scale,
+        H=heads, D=dim, BM=BLOCK_Q, SOFTMAX=softmax,
+        ZERO="keyless" if in_two else "all" if with_dq and not call.shared else "none", num_warps=4,
     )  # fmt: skip
-    _launch_keys(call, stats, dq_sum, counters[:1])
+    if in_two:
+        _launch_keys(call, call.tables[1], stats, dq_sum, counters[:1], "")
+        _launch_keys(call, call.tables[0], stats, dq_sum, counters[1:], "add")
+    else:
+        _launch_keys(call, call.tables[0], stats, dq_sum, counters[:1], "add" if with_dq or call.shared else "none")
     if call.shared:
         call.dq.copy_(dq_sum.sum(0).mul_(spec.scale * spec.out_scale))
     elif with_dq:
@@ -143,9 +147,9 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
         _launch_queries(call, stats, counters[1:])
 
 
-def _launch_keys(call: _Call, stats: Tensor, dq_sum: Tensor, counter: Tensor) -> None:
+def _launch_keys(call: _Call, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor, dq: str) -> None:
     spec, dim = call.spec, call.spec.head_dim
-    items = call.table.shape[0] * spec.num_kv_heads
+    items = table.shape[0] * spec.num_kv_heads
     programs = min(num_processors(call.q.device), items)
     backward_kv[(programs,)](
         ragged_descriptor(call.q, BLOCK_Q, dim),
@@ -155,16 +159,15 @@ def _launch_keys(call: _Call, stats: Tensor, dq_sum: Tensor, counter: Tensor) ->
         ragged_descriptor(dq_sum.view(-1, spec.num_heads, dim), BLOCK_Q, dim // 2),
         ragged_descriptor(call.dk, BLOCK_KV // 2, dim),
         ragged_descriptor(call.dv, BLOCK_KV // 2, dim),
-        stats, call.table, counter, call.integers(2 * programs), call.offsets_q, call.offsets_kv, call.num_sequences,
+        stats, table, counter, call.integers(2 * programs), call.offsets_q, call.offsets_kv, call.num_sequences,
         call.dout.shape[0], call.k.shape[0], items, spec.scale, spec.out_scale,
-        BM=BLOCK_Q, BN=BLOCK_KV, STAGES=_STAGES[dim], DS_STAGES=_DS_STAGES,
-        WITH_DQ=call.shared or not spec.deterministic, REPLICAS=_REPLICAS if call.shared else 0, **call.constants(),
+        BM=BLOCK_Q, BN=BLOCK_KV, STAGES=_STAGES[dim], DS_STAGES=_DS_STAGES, DQ=dq,
+        REPLICAS=_REPLICAS if call.shared else 0, **call.constants(),
     )  # fmt: skip
 
 
 def _launch_queries(call: _Call, stats: Tensor, counter: Tensor) -> None:
-    spec, dim, table = call.spec, call.spec.head_dim, call.table_q
-    assert table is not None, "a deterministic call needs table_q"
+    spec, dim, table = call.spec, call.spec.head_dim, call.tables[1]
     items = table.shape[0] * spec.num_heads
     programs = min(num_processors(call.q.device), items)
     backward_q[(programs,)](
