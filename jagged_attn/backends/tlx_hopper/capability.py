@@ -69,7 +69,7 @@ def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
             TableRequest("kv", BROADCAST_Q_BLOCK_KV, "kv"),
             TableRequest("kv", BLOCK_KV, "kv"),
         )
-    forward = TableRequest("q", forward_config(spec.head_dim, None).block_q, "kv")
+    forward = TableRequest("q", forward_config(spec.head_dim, None, spec.mask).block_q, "kv")
     if spec.deterministic:
         return forward, TABLE_REQUEST, DETERMINISTIC_TABLE_REQUEST
     if isinstance(spec.mask, Full):

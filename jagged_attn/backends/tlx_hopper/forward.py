@@ -228,6 +228,101 @@ def _block(acc, p, m, l, count, scale, first_key, lo_rows, hi_rows, len_kv,  # n
 
 
 @triton.jit
+def _attend_rows(count, turn, head, start_out, len_q, first_row, len_kv, lo, blocks, desc_o, lse, slots,
+                 scale, out_scale, q_tile, k_tiles, v_tiles, o_tile,
+                 q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
+                 g: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr,
+                 K_STAGES: tl.constexpr, V_STAGES: tl.constexpr, TURNS: tl.constexpr,
+                 MASK: tl.constexpr, ACT: tl.constexpr):  # fmt: skip
+    """This group's rows of an item; returns ``count`` and the next item."""
+    DTYPE: tl.constexpr = tlx.dtype_of(desc_o)
+    rows = first_row + g * _ROWS + tl.arange(0, _ROWS)
+    lo_rows, hi_rows = key_range(rows, len_q, len_kv, MASK)
+    m = tl.zeros((_ROWS,), tl.float32) - float("inf")
+    l = tl.zeros((_ROWS,), tl.float32)  # noqa: E741
+    acc = tl.zeros((_ROWS, D), tl.float32)
+
+    # The last block: the only one that the end of the sequence may cut.
+    buf, phase = ring(count, K_STAGES)
+    tlx.barrier_wait(k_full[buf], phase)
+    tlx.barrier_wait(q_full[g], turn & 1)
+    _take_turn(g, TURNS)
+    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
+    _pass_turn(g, TURNS)
+    s = tlx.async_dot_wait(0, s)
+    tlx.barrier_arrive(k_empty[buf], 1)
+    p, _, m, l = _activated(s, m, l, scale, lo + (blocks - 1) * BN, lo_rows, hi_rows, len_kv, BN, MASK, ACT, True)  # noqa: E741
+    p = p.to(DTYPE)
+    count += 1
+
+    begin, end = _unmasked_blocks(first_row, len_q, len_kv, lo, blocks, BN, _ROWS * GROUPS, MASK)
+    if mask_kind(MASK) != "full":
+        for i in range(1, blocks - end):
+            acc, p, m, l = _block(  # noqa: E741
+                acc, p, m, l, count, scale, lo + (blocks - 1 - i) * BN, lo_rows, hi_rows, len_kv,
+                q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, g,
+                BN, K_STAGES, V_STAGES, TURNS, MASK, ACT, True,
+            )  # fmt: skip
+            count += 1
+    for _i in range(begin, end):
+        acc, p, m, l = _block(  # noqa: E741
+            acc, p, m, l, count, scale, 0, lo_rows, hi_rows, len_kv,
+            q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, g,
+            BN, K_STAGES, V_STAGES, TURNS, MASK, ACT, False,
+        )  # fmt: skip
+        count += 1
+    if not mask_opens(MASK, 0):
+        for i in range(begin):
+            acc, p, m, l = _block(  # noqa: E741
+                acc, p, m, l, count, scale, lo + (begin - 1 - i) * BN, lo_rows, hi_rows, len_kv,
+                q_tile, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, g,
+                BN, K_STAGES, V_STAGES, TURNS, MASK, ACT, True,
+            )  # fmt: skip
+            count += 1
+    tlx.barrier_arrive(q_empty[g], 1)
+    last, last_phase = ring(count - 1, V_STAGES)
+    tlx.barrier_wait(v_full[last], last_phase)
+    acc = tlx.async_dot(p, v_tiles[last], acc)
+    # The next item arrives under the last product.
+    following = _receive(slots, item_full, item_empty, turn + 1)
+    # The store of the item before has read the staging tile.
+    tlx.async_descriptor_store_wait(0)
+    acc = tlx.async_dot_wait(0, acc)
+    tlx.barrier_arrive(v_empty[last], 1)
+
+    if ACT == "softmax":
+        acc = acc * tl.where(l == 0.0, 0.0, out_scale / l)[:, None]
+        lse_rows = (m + tl.math.log2(l)) * LN2
+        tl.store(lse + (start_out + rows).to(tl.int64) * H + head, lse_rows, mask=rows < len_q)
+    else:
+        acc = acc * out_scale
+    tlx.local_store(o_tile, acc.to(DTYPE))
+    tlx.fence("async_shared")
+    c0, c1, c2, c3 = ragged(start_out, len_q, first_row + g * _ROWS, head * D)
+    tlx.async_descriptor_store(desc_o, o_tile, [c0, c1, c2, c3])
+    return count, following
+
+
+@triton.jit
+def _pass_by(count, turn, blocks, slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
+             g: tl.constexpr, K_STAGES: tl.constexpr, V_STAGES: tl.constexpr, TURNS: tl.constexpr):  # fmt: skip
+    """What ``_attend_rows`` does for the other roles, by a group whose rows are all past the end of the queries."""
+    tlx.barrier_wait(q_full[g], turn & 1)
+    tlx.barrier_arrive(q_empty[g], 1)
+    for _i in range(blocks):
+        buf, phase = ring(count, K_STAGES)
+        tlx.barrier_wait(k_full[buf], phase)
+        _take_turn(g, TURNS)
+        _pass_turn(g, TURNS)
+        tlx.barrier_arrive(k_empty[buf], 1)
+        buf, phase = ring(count, V_STAGES)
+        tlx.barrier_wait(v_full[buf], phase)
+        tlx.barrier_arrive(v_empty[buf], 1)
+        count += 1
+    return count, _receive(slots, item_full, item_empty, turn + 1)
+
+
+@triton.jit
 def attend(g: tl.constexpr, desc_o, out, lse, offsets_kv, slots,
            num_sequences, num_queries, total_kv, scale, out_scale, q_tiles, k_tiles, v_tiles, o_tiles,
            q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
@@ -235,7 +330,6 @@ def attend(g: tl.constexpr, desc_o, out, lse, offsets_kv, slots,
            K_STAGES: tl.constexpr, V_STAGES: tl.constexpr, TURNS: tl.constexpr,
            MASK: tl.constexpr, ACT: tl.constexpr, BROADCAST_Q: tl.constexpr):  # fmt: skip
     """64 rows of queries of each item: scores, weights, output and log-sum-exp."""
-    DTYPE: tl.constexpr = tlx.dtype_of(desc_o)
     if ACT == "softmax":
         scale = scale * LOG2E
     count = 0
@@ -244,76 +338,21 @@ def attend(g: tl.constexpr, desc_o, out, lse, offsets_kv, slots,
         tlx.named_barrier_arrive(_TURN_OF_0, 256)
     head, start_out, len_q, first_row, len_kv, lo, blocks = _receive(slots, item_full, item_empty, turn)
     while blocks > 0:
-        rows = first_row + g * _ROWS + tl.arange(0, _ROWS)
-        lo_rows, hi_rows = key_range(rows, len_q, len_kv, MASK)
-        m = tl.zeros((_ROWS,), tl.float32) - float("inf")
-        l = tl.zeros((_ROWS,), tl.float32)  # noqa: E741
-        acc = tl.zeros((_ROWS, D), tl.float32)
-
-        # The last block: the only one that the end of the sequence may cut.
-        buf, phase = ring(count, K_STAGES)
-        tlx.barrier_wait(k_full[buf], phase)
-        tlx.barrier_wait(q_full[g], turn & 1)
-        _take_turn(g, TURNS)
-        s = tlx.async_dot(q_tiles[g], tlx.local_trans(k_tiles[buf]))
-        _pass_turn(g, TURNS)
-        s = tlx.async_dot_wait(0, s)
-        tlx.barrier_arrive(k_empty[buf], 1)
-        p, _, m, l = _activated(s, m, l, scale, lo + (blocks - 1) * BN, lo_rows, hi_rows, len_kv, BN, MASK, ACT, True)  # noqa: E741
-        p = p.to(DTYPE)
-        count += 1
-
-        begin, end = _unmasked_blocks(first_row, len_q, len_kv, lo, blocks, BN, _ROWS * GROUPS, MASK)
-        if mask_kind(MASK) != "full":
-            for i in range(1, blocks - end):
-                acc, p, m, l = _block(  # noqa: E741
-                    acc, p, m, l, count, scale, lo + (blocks - 1 - i) * BN, lo_rows, hi_rows, len_kv,
-                    q_tiles[g], k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, g,
-                    BN, K_STAGES, V_STAGES, TURNS, MASK, ACT, True,
-                )  # fmt: skip
-                count += 1
-        for _i in range(begin, end):
-            acc, p, m, l = _block(  # noqa: E741
-                acc, p, m, l, count, scale, 0, lo_rows, hi_rows, len_kv,
-                q_tiles[g], k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, g,
-                BN, K_STAGES, V_STAGES, TURNS, MASK, ACT, False,
+        # The first group has a row in every item.
+        if g == 0 or first_row + g * _ROWS < len_q:
+            count, following = _attend_rows(
+                count, turn, head, start_out, len_q, first_row, len_kv, lo, blocks, desc_o, lse, slots,
+                scale, out_scale, q_tiles[g], k_tiles, v_tiles, o_tiles[g],
+                q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
+                g, H, D, BN, GROUPS, K_STAGES, V_STAGES, TURNS, MASK, ACT,
             )  # fmt: skip
-            count += 1
-        if not mask_opens(MASK, 0):
-            for i in range(begin):
-                acc, p, m, l = _block(  # noqa: E741
-                    acc, p, m, l, count, scale, lo + (begin - 1 - i) * BN, lo_rows, hi_rows, len_kv,
-                    q_tiles[g], k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, g,
-                    BN, K_STAGES, V_STAGES, TURNS, MASK, ACT, True,
-                )  # fmt: skip
-                count += 1
-        tlx.barrier_arrive(q_empty[g], 1)
-        last, last_phase = ring(count - 1, V_STAGES)
-        tlx.barrier_wait(v_full[last], last_phase)
-        acc = tlx.async_dot(p, v_tiles[last], acc)
-        # The next item arrives under the last product.
-        turn += 1
-        next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks = _receive(
-            slots, item_full, item_empty, turn
-        )  # fmt: skip
-        # The store of the item before has read the staging tile.
-        tlx.async_descriptor_store_wait(0)
-        acc = tlx.async_dot_wait(0, acc)
-        tlx.barrier_arrive(v_empty[last], 1)
-
-        if ACT == "softmax":
-            acc = acc * tl.where(l == 0.0, 0.0, out_scale / l)[:, None]
-            lse_rows = (m + tl.math.log2(l)) * LN2
-            tl.store(lse + (start_out + rows).to(tl.int64) * H + head, lse_rows, mask=rows < len_q)
         else:
-            acc = acc * out_scale
-        tlx.local_store(o_tiles[g], acc.to(DTYPE))
-        tlx.fence("async_shared")
-        c0, c1, c2, c3 = ragged(start_out, len_q, first_row + g * _ROWS, head * D)
-        tlx.async_descriptor_store(desc_o, o_tiles[g], [c0, c1, c2, c3])
-        head, start_out, len_q, first_row, len_kv, lo, blocks = (
-            next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks,
-        )  # fmt: skip
+            count, following = _pass_by(
+                count, turn, blocks, slots, q_full, q_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty,
+                g, K_STAGES, V_STAGES, TURNS,
+            )  # fmt: skip
+        head, start_out, len_q, first_row, len_kv, lo, blocks = following
+        turn += 1
     if BROADCAST_Q:
         _write_empty(
             out, lse, offsets_kv, num_sequences, num_queries, total_kv, g, H, D, GROUPS, ACT == "softmax"
@@ -331,7 +370,7 @@ def _write_empty(out, lse, offsets_kv, num_sequences, num_queries, total_kv,
         if len_kv == 0:
             for first in range(g * _ROWS, num_queries * H, GROUPS * _ROWS):
                 rows = first + tl.arange(0, _ROWS)
-                at = b.to(tl.int64) * num_queries * H + rows
+                at = tl.cast(b, tl.int64) * num_queries * H + rows
                 ok = rows < num_queries * H
                 zeros = tl.zeros((_ROWS, D), tl.float32).to(out.dtype.element_ty)
                 tl.store(out + at[:, None] * D + tl.arange(0, D)[None, :], zeros, mask=ok[:, None])

@@ -35,9 +35,8 @@ def _in_parts(
     dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
     for first in range(0, q.shape[0], MAX_QUERIES):
         rows = slice(first, first + MAX_QUERIES)
-        parts = (x[:, rows].contiguous() for x in (out, lse))
         dq[rows], dk_part, dv_part = launch_broadcast_q.backward(
-            dout[:, rows], q[rows], k, v, *parts, geometry, spec, table
+            dout[:, rows], q[rows], k, v, out[:, rows].contiguous(), lse[:, rows].contiguous(), geometry, spec, table
         )
         dk += dk_part
         dv += dv_part

@@ -20,7 +20,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
         return out.zero_(), lse.fill_(float("-inf"))
     broadcast_q = geometry.offsets_q is None
     num_queries, head_dim = q.shape[0], spec.head_dim
-    config = forward_config(head_dim, num_queries if broadcast_q else None)
+    config = forward_config(head_dim, num_queries if broadcast_q else None, spec.mask)
     query_tiles = -(-num_queries // config.block_q) if broadcast_q else 1
     table = geometry.tables[0]
     ctas = min(table.shape[0] * spec.num_heads * query_tiles, num_processors(q.device) * config.ctas_per_processor)
