@@ -47,11 +47,11 @@ def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.const
     return low
 
 
-@triton.jit(do_not_specialize=["num_sequences", "total_q"])
+@triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv"])
 def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets_kv, num_sequences, total_q, total_kv,
                      dout_row, inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-                     SOFTMAX: tl.constexpr, ZERO: tl.constexpr):  # fmt: skip
-    """Zero the four counters; write each query row's lse (base 2) and delta / out_scale.
+                     SOFTMAX: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
+    """Zero the counters; write each query row's lse (base 2) and delta / out_scale.
 
     ZERO says where the sum of dQ is zeroed: ``"all"``, ``"keyless"``, the rows that no key tile is the first to reach,
     or ``"none"``.
@@ -62,7 +62,7 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets
     head = tl.program_id(0) % H
     block = tl.program_id(0) // H
     if tl.program_id(0) == 0:
-        tl.store(counters + tl.arange(0, 4), tl.zeros([4], tl.int32))
+        tl.store(counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
     b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
     start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
     in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)

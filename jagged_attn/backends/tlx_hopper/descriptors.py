@@ -2,10 +2,26 @@
 
 import torch
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16
+# Extents of a ragged map, as in ``triton.tools.ragged_tma``: rows are addressed backwards from 2**30 through two more
+# dimensions, whose strides cancel modulo 2**64. See ``_jit.rings.ragged``.
+_EXTENT = 2**30
+_OUTER = 0x7FFF0000
+_WRAP = 2**34
+
+
+class _Map(TensorDescriptor):
+    """A descriptor that is right by construction: the checks of its base class cost more than a launch."""
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]) -> None:
+        self.base = base
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block_shape
+        self.padding = "zero"
+        self.round_f32_to_tf32 = False
 
 
 def for_tma(x: Tensor) -> Tensor:
@@ -14,18 +30,25 @@ def for_tma(x: Tensor) -> Tensor:
     TMA needs a base and a row stride that are multiples of 16 bytes. The heads of a row have to lie side by side;
     views of a fused projection do, tensors with the heads first do not.
     """
-    rows_ok = x.stride(0) * x.element_size() % _ALIGNMENT == 0 and x.stride(0) >= x.shape[1] * x.shape[2]
-    heads_ok = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    if rows_ok and heads_ok and x.data_ptr() % _ALIGNMENT == 0:
+    row, head, column = x.stride()
+    side_by_side = column == 1 and head == x.shape[2] and row >= head * x.shape[1]
+    if side_by_side and row * x.element_size() % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0:
         return x
     copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return copy.copy_(x)
 
 
-def ragged_descriptor(x: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
+def ragged_map(x: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     """A map of ``x [rows, heads, D]``, which ``for_tma`` returned, for tiles that end with their sequence.
 
-    Coordinates are those of ``_jit.rings.ragged``; the column counts over all heads.
+    Coordinates are those of ``_jit.rings.ragged``; the column counts over all heads. ``x`` has a row, and fewer than
+    2**30.
     """
-    matrix = x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))
-    return create_ragged_descriptor(matrix, [block_rows, block_columns])
+    row = x.stride(0)
+    shape = [_OUTER, _OUTER, _EXTENT, x.shape[1] * x.shape[2]]
+    return _Map(x, shape, [_WRAP - row, row, row, 1], [1, 1, block_rows, block_columns])
+
+
+def matrix_map(x: Tensor, rows: int, columns: int, block_rows: int, block_columns: int) -> TensorDescriptor:
+    """A plain map of ``x``, whose rows are ``x.stride(0)`` apart, as ``[rows, columns]``."""
+    return _Map(x, [rows, columns], [x.stride(0), 1], [block_rows, block_columns])

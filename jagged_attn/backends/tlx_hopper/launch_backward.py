@@ -1,21 +1,20 @@
 """The host's side of the Hopper backward of self and cross attention, and of more shared queries than fit a tile."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ...activations import SOFTMAX
 from ...masks import Full
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
+from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_gradients
 from .backward import backward_kv, finish_dq, prepare_backward
 from .backward_queries import backward_q
 from .capability import BLOCK_KV, BLOCK_Q
-from .descriptors import for_tma, ragged_descriptor
+from .descriptors import for_tma, ragged_map
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}
@@ -27,13 +26,47 @@ _REPLICAS = 16
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
 _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
+# Counters of work are 16 bytes apart, as aligned as the tensors that Triton compiles for.
+_COUNTERS, _APART = 4, 4
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` current: Triton launches on the current device and its current stream."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+@dataclass(frozen=True)
+class _Kernels:
+    """The kernels of one kind of call, each with its constants."""
+
+    prepare: PreparedKernel
+    keys: PreparedKernel
+    first_keys: PreparedKernel
+    queries: PreparedKernel
+    finish: PreparedKernel
+
+
+@lru_cache(maxsize=1024)
+def _kernels(spec: AttentionSpec, on_gpu: bool) -> _Kernels:
+    shared, dim = spec.kind == "broadcast_q", spec.head_dim
+    sums = shared or not spec.deterministic
+    common = {
+        "H": spec.num_heads, "GROUP": spec.group_size, "D": dim, "MASK": spec.mask.code, "ACT": spec.activation[0],
+        "FAST_TANH": on_gpu, "BM": BLOCK_Q, "BN": BLOCK_KV, "STAGES": _STAGES[dim], "DS_STAGES": _DS_STAGES,
+        "REPLICAS": _REPLICAS if shared else 0, "SOFTMAX": spec.has_softmax, "COUNTERS": _COUNTERS * _APART,
+        "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK,
+        "ZERO": "none" if shared or not sums else "keyless" if _in_two(spec) else "all",
+    }  # fmt: skip
+    queries = {**common, "BM": 2 * BLOCK_Q, "BN": _BLOCK_KEYS, "STAGES": _KEY_STAGES}
+    four = {"num_warps": 4}
+    tlx = {**four, "num_stages": 1}
+    return _Kernels(
+        prepare=PreparedKernel(prepare_backward, common, four),
+        keys=PreparedKernel(backward_kv, {**common, "DQ": "add" if sums else "none"}, tlx),
+        first_keys=PreparedKernel(backward_kv, {**common, "DQ": ""}, tlx),
+        queries=PreparedKernel(backward_q, queries, tlx),
+        finish=PreparedKernel(finish_dq, common, {"num_warps": 8}),
+    )
+
+
+def _in_two(spec: AttentionSpec) -> bool:
+    """Whether the first key tile of each sequence, which then sees all its queries, is a launch of its own."""
+    return spec.kind != "broadcast_q" and not spec.deterministic and isinstance(spec.mask, Full)
 
 
 def backward(
@@ -69,12 +102,11 @@ def backward(
         dout, out = dout.reshape(-1, *q.shape[1:]), out.view(-1, *q.shape[1:])
     else:
         offsets_q = geometry.offsets_q.contiguous()
-    with _on(q.device):
-        call = _Call(
-            for_tma(dout), for_tma(q), for_tma(k), for_tma(v), dq, dk, dv, tables, offsets_q,
-            geometry.offsets_kv.contiguous(), geometry.num_sequences, spec,
-        )  # fmt: skip
-        _launch(call, out, lse)
+    call = _Call(
+        for_tma(dout), for_tma(q), for_tma(k), for_tma(v), dq, dk, dv, tables, offsets_q,
+        geometry.offsets_kv.contiguous(), geometry.num_sequences, spec,
+    )  # fmt: skip
+    _launch(call, out, lse)
     return dq, dk, dv
 
 
@@ -100,83 +132,81 @@ class _Call:
         """Whether all sequences have the same queries."""
         return self.spec.kind == "broadcast_q"
 
-    def integers(self, *shape: int) -> Tensor:
-        """Uninitialised int32 numbers."""
-        return torch.empty(shape, dtype=torch.int32, device=self.q.device)
-
-    def constants(self) -> dict[str, Any]:
-        """What both kernels of gradients are compiled for."""
-        spec = self.spec
-        return {
-            "H": spec.num_heads, "GROUP": spec.group_size, "D": spec.head_dim, "MASK": spec.mask.code,
-            "ACT": spec.activation[0], "FAST_TANH": self.q.device.type == "cuda", "num_warps": 4, "num_stages": 1,
-        }  # fmt: skip
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sequences, rows of dO, rows of the keys."""
+        return self.num_sequences, self.dout.shape[0], self.k.shape[0]
 
 
 def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
-    softmax, with_dq = spec.activation[0] == SOFTMAX, not spec.deterministic
+    kernels = _kernels(spec, q.is_cuda)
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
-    stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if softmax else 0, dtype=torch.float32)
+    stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
     if call.shared:
-        dq_sum = q.new_zeros((_REPLICAS, *q.shape), dtype=torch.float32)
+        dq_sum = q.new_zeros((_REPLICAS * q.shape[0], heads, dim), dtype=torch.float32)
     else:
-        dq_sum = q.new_empty(q.shape if with_dq else (1, heads, dim), dtype=torch.float32)
-    counters = call.integers(4)
+        dq_sum = q.new_empty((1, heads, dim) if spec.deterministic else q.shape, dtype=torch.float32)
+    counters = q.new_empty((_COUNTERS, _APART), dtype=torch.int32)
     # Without an out_scale everything is 0 in the end; the sums need only be finite.
     inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
-    in_two = with_dq and not call.shared and isinstance(spec.mask, Full)
-    prepare_backward[(blocks * heads,)](
-        call.dout, out, lse, stats, dq_sum, counters, call.offsets_q, call.offsets_kv, call.num_sequences, total_q,
-        call.k.shape[0], call.dout.stride(0), inverse_out_scale,
-        H=heads, D=dim, BM=BLOCK_Q, SOFTMAX=softmax,
-        ZERO="keyless" if in_two else "all" if with_dq and not call.shared else "none", num_warps=4,
-    )  # fmt: skip
-    if in_two:
-        _launch_keys(call, call.tables[1], stats, dq_sum, counters[:1], "")
-        _launch_keys(call, call.tables[0], stats, dq_sum, counters[1:], "add")
-    else:
-        _launch_keys(call, call.tables[0], stats, dq_sum, counters[:1], "add" if with_dq or call.shared else "none")
+    kernels.prepare.launch(
+        blocks * heads,
+        (call.dout, out, lse, stats, dq_sum, counters, call.offsets_q, call.offsets_kv),
+        call.sizes,
+        (call.dout.stride(0), inverse_out_scale),
+    )
+    if _in_two(spec):
+        _launch_keys(call, kernels.first_keys, call.tables[1], stats, dq_sum, counters[1])
+    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
+    factor = spec.scale * spec.out_scale
     if call.shared:
-        call.dq.copy_(dq_sum.sum(0).mul_(spec.scale * spec.out_scale))
-    elif with_dq:
-        finish_dq[(-(-q.numel() // _FINISH_BLOCK),)](
-            dq_sum, call.dq, total_q, spec.scale * spec.out_scale, WIDTH=heads * dim, BLOCK=_FINISH_BLOCK, num_warps=8
-        )
+        call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
+    elif spec.deterministic:
+        _launch_queries(call, kernels.queries, stats, counters[2])
     else:
-        _launch_queries(call, stats, counters[1:])
+        kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (total_q,), (factor,))
 
 
-def _launch_keys(call: _Call, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor, dq: str) -> None:
+def _launch_keys(
+    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor
+) -> None:
     spec, dim = call.spec, call.spec.head_dim
     items = table.shape[0] * spec.num_kv_heads
     programs = min(num_processors(call.q.device), items)
-    backward_kv[(programs,)](
-        ragged_descriptor(call.q, BLOCK_Q, dim),
-        ragged_descriptor(call.k, BLOCK_KV, dim),
-        ragged_descriptor(call.v, BLOCK_KV, dim),
-        ragged_descriptor(call.dout, BLOCK_Q, dim),
-        ragged_descriptor(dq_sum.view(-1, spec.num_heads, dim), BLOCK_Q, dim // 2),
-        ragged_descriptor(call.dk, BLOCK_KV // 2, dim),
-        ragged_descriptor(call.dv, BLOCK_KV // 2, dim),
-        stats, table, counter, call.integers(2 * programs), call.offsets_q, call.offsets_kv, call.num_sequences,
-        call.dout.shape[0], call.k.shape[0], items, spec.scale, spec.out_scale,
-        BM=BLOCK_Q, BN=BLOCK_KV, STAGES=_STAGES[dim], DS_STAGES=_DS_STAGES, DQ=dq,
-        REPLICAS=_REPLICAS if call.shared else 0, **call.constants(),
-    )  # fmt: skip
+    slots = table.new_empty(2 * programs)
+    kernel.launch(
+        programs,
+        (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
+        (*call.sizes, items),
+        (spec.scale, spec.out_scale),
+        (
+            ragged_map(call.q, BLOCK_Q, dim),
+            ragged_map(call.k, BLOCK_KV, dim),
+            ragged_map(call.v, BLOCK_KV, dim),
+            ragged_map(call.dout, BLOCK_Q, dim),
+            ragged_map(dq_sum, BLOCK_Q, dim // 2),
+            ragged_map(call.dk, BLOCK_KV // 2, dim),
+            ragged_map(call.dv, BLOCK_KV // 2, dim),
+        ),
+    )
 
 
-def _launch_queries(call: _Call, stats: Tensor, counter: Tensor) -> None:
+def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter: Tensor) -> None:
     spec, dim, table = call.spec, call.spec.head_dim, call.tables[1]
     items = table.shape[0] * spec.num_heads
     programs = min(num_processors(call.q.device), items)
-    backward_q[(programs,)](
-        ragged_descriptor(call.q, BLOCK_Q, dim),
-        ragged_descriptor(call.k, _BLOCK_KEYS, dim),
-        ragged_descriptor(call.v, _BLOCK_KEYS, dim),
-        ragged_descriptor(call.dout, BLOCK_Q, dim),
-        ragged_descriptor(call.dq, BLOCK_Q, dim),
-        stats, table, counter, call.integers(2 * programs), call.offsets_q, call.offsets_kv, call.num_sequences,
-        call.q.shape[0], call.k.shape[0], items, spec.scale, spec.out_scale,
-        BM=2 * BLOCK_Q, BN=_BLOCK_KEYS, STAGES=_KEY_STAGES, **call.constants(),
-    )  # fmt: skip
+    slots = table.new_empty(2 * programs)
+    kernel.launch(
+        programs,
+        (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
+        (*call.sizes, items),
+        (spec.scale, spec.out_scale),
+        (
+            ragged_map(call.q, BLOCK_Q, dim),
+            ragged_map(call.k, _BLOCK_KEYS, dim),
+            ragged_map(call.v, _BLOCK_KEYS, dim),
+            ragged_map(call.dout, BLOCK_Q, dim),
+            ragged_map(call.dq, BLOCK_Q, dim),
+        ),
+    )

@@ -1,17 +1,18 @@
 """The broadcast-Q backward on Hopper, from tensors to launches."""
 
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
+from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_gradients
 from .backward_broadcast_q import backward_64, backward_128, prepare, reduce_parts
-from .descriptors import for_tma, ragged_descriptor
+from .descriptors import for_tma, matrix_map, ragged_map
 
 # More shared queries than this are for the general kernels.
 MAX_QUERIES = 128
@@ -53,14 +54,39 @@ def backward(
     if not (geometry.num_sequences and q.numel() and k.numel()):
         return dq.zero_(), dk.zero_(), dv.zero_()
     dout = for_tma(dout.reshape(-1, *q.shape[1:]))
-    with _on(q.device):
-        _launch(dout, for_tma(q), for_tma(k), for_tma(v), out, lse, geometry, spec, table, (dq, dk, dv))
+    _launch(dout, for_tma(q), for_tma(k), for_tma(v), out, lse, geometry, spec, table, (dq, dk, dv))
     return dq, dk, dv
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` current: Triton launches on the current device and its current stream."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@dataclass(frozen=True)
+class _Kernels:
+    """The kernels of one kind of call, each with its constants."""
+
+    prepare: PreparedKernel
+    gradients: PreparedKernel
+    reduce: PreparedKernel
+
+
+@lru_cache(maxsize=1024)
+def _kernels(spec: AttentionSpec, rows: int, on_gpu: bool, rings: tuple[tuple[str, Any], ...]) -> _Kernels:
+    common = {
+        "H": spec.num_heads,
+        "D": spec.head_dim,
+        "ACT": spec.activation[0],
+        "ROWS": rows,
+        "DYNAMIC": not spec.deterministic,
+        "SCALES_OUT": spec.out_scale != 1.0,
+        "FAST_TANH": on_gpu,
+        "TRANSPOSED": rows == 32,
+        "PARTS": 32,
+        **dict(rings),
+    }
+    four = {"num_warps": 4}
+    return _Kernels(
+        prepare=PreparedKernel(prepare, {**common, "BLOCK": min(rows, 64)}, four),
+        gradients=PreparedKernel(backward_64 if rows <= 64 else backward_128, common, {**four, "num_stages": 1}),
+        reduce=PreparedKernel(reduce_parts, {**common, "BLOCK": _REDUCE_BLOCK}, four),
+    )
 
 
 def _launch(
@@ -77,58 +103,44 @@ def _launch(
 ) -> None:
     dq, dk, dv = grads
     num_queries, heads, dim = q.shape
-    sequences, max_tiles, act = geometry.num_sequences, table.shape[0], spec.activation[0]
+    sequences, max_tiles = geometry.num_sequences, table.shape[0]
     rows = 32 if num_queries <= 32 else 64 if num_queries <= 64 else 128
+    kernels = _kernels(spec, rows, q.is_cuda, tuple(_ring_sizes(rows, dim).items()))
     parts, chunk_tiles = _split(max_tiles, heads, q.device)
-    programs = parts * heads
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
+    programs, block = parts * heads, min(rows, 64)
 
     # Counters of the heads, the number of entries, and two slots for each CTA.
-    control = empty(heads + 1 + 2 * programs, dtype=torch.int32)
-    is_softmax = act == "softmax"
-    stats = empty((sequences + 1) * heads * 2 * rows) if is_softmax else empty(1)
-    block = min(rows, 64)
-    prepare[((sequences + 1) * heads * (rows // block) if is_softmax else 1,)](
-        dout, out, lse, stats, table, control, sequences, num_queries, max_tiles, dout.stride(0), spec.scale,
-        H=heads, D=dim, ROWS=rows, BLOCK=block, ACT=act, num_warps=4,
-    )  # fmt: skip
-
-    transposed = rows == 32
-    # Each of the two groups has a part of its own, or half of the queries' rows of one.
-    num_parts = 2 * parts if rows <= 64 else parts
-    workspace = empty(num_parts * heads * (dim if transposed else rows), rows if transposed else dim)
-    maps = (
-        TensorDescriptor(q, [num_queries, heads * dim], [q.stride(0), 1], [block, dim]),
-        ragged_descriptor(k, TILE_KEYS, dim),
-        ragged_descriptor(v, TILE_KEYS, dim),
-        ragged_descriptor(dout, block, dim),
-        ragged_descriptor(dk, TILE_KEYS, dim),
-        ragged_descriptor(dv, TILE_KEYS, dim),
-        TensorDescriptor.from_tensor(workspace, [dim, rows] if transposed else [block, dim]),
+    control = table.new_empty(heads + 1 + 2 * programs)
+    is_softmax = spec.has_softmax
+    stats = q.new_empty((sequences + 1) * heads * 2 * rows if is_softmax else 1, dtype=torch.float32)
+    kernels.prepare.launch(
+        (sequences + 1) * heads * (rows // block) if is_softmax else 1,
+        (dout, out, lse, stats, table, control),
+        (sequences, num_queries, max_tiles, dout.stride(0)),
+        (spec.scale,),
     )
-    sizes = (sequences, num_queries, k.shape[0], chunk_tiles)
-    # dS carries the scale, which dK and dQ then have no need of.
-    factors = (spec.scale * (_LOG2E if is_softmax else 1.0), spec.scale * spec.out_scale, spec.out_scale)
-    constants = {
-        "H": heads,
-        "D": dim,
-        "DYNAMIC": not spec.deterministic,
-        "SCALES_OUT": spec.out_scale != 1.0,
-        "ACT": act,
-        "FAST_TANH": q.device.type == "cuda",
-        **_ring_sizes(rows, dim),
-    }
-    kernel: Any = backward_64 if rows <= 64 else backward_128
-    kernel[(programs,)](
-        *maps, stats, table, geometry.offsets_kv.contiguous(), control, *sizes, *factors,
-        **constants, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    reduce_parts[(heads * (rows * dim // _REDUCE_BLOCK),)](
-        workspace, dq, num_parts, num_queries,
-        H=heads, D=dim, ROWS=rows, TRANSPOSED=transposed, PARTS=32, BLOCK=_REDUCE_BLOCK, num_warps=4,
-    )  # fmt: skip
+
+    # Each of the two groups has a part of its own, or half of the queries' rows of one; of 32 queries, transposed.
+    num_parts = 2 * parts if rows <= 64 else parts
+    height, width = (dim, rows) if rows == 32 else (rows, dim)
+    workspace = q.new_empty((num_parts * heads * height, width), dtype=torch.float32)
+    kernels.gradients.launch(
+        programs,
+        (stats, table, geometry.offsets_kv.contiguous(), control),
+        (sequences, num_queries, k.shape[0], chunk_tiles),
+        # dS carries the scale, which dK and dQ then have no need of.
+        (spec.scale * (_LOG2E if is_softmax else 1.0), spec.scale * spec.out_scale, spec.out_scale),
+        (
+            matrix_map(q, num_queries, heads * dim, block, dim),
+            ragged_map(k, TILE_KEYS, dim),
+            ragged_map(v, TILE_KEYS, dim),
+            ragged_map(dout, block, dim),
+            ragged_map(dk, TILE_KEYS, dim),
+            ragged_map(dv, TILE_KEYS, dim),
+            matrix_map(workspace, workspace.shape[0], width, dim if rows == 32 else block, width),
+        ),
+    )
+    kernels.reduce.launch(heads * (rows * dim // _REDUCE_BLOCK), (workspace, dq), (num_parts, num_queries), ())
 
 
 def _split(max_tiles: int, heads: int, device: torch.device) -> tuple[int, int]:

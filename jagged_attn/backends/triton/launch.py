@@ -11,6 +11,7 @@ from ...schedule.arch import num_processors
 from ...schedule.choose import is_wide, pad_head_dim
 from ...schedule.config import TileConfig
 from ...spec import AttentionSpec
+from .._jit.prepared import PreparedKernel
 from ..base import Geometry, arch_of, new_gradients, new_outputs
 from . import capability
 from .backward import backward_kv as backward_kv_kernel
@@ -19,7 +20,6 @@ from .backward_broadcast_q import broadcast_q_backward as broadcast_q_backward_k
 from .backward_broadcast_q import reduce_parts
 from .forward import broadcast_q_forward as broadcast_q_forward_kernel
 from .forward import forward as forward_kernel
-from .prepared import PreparedKernel
 
 # Programs for each multiprocessor: enough that the slowest does not keep the others waiting, few enough that the
 # workspace stays small.

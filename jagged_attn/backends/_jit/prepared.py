@@ -33,21 +33,27 @@ class PreparedKernel:
         self._compiled: dict[Hashable, Any] = {}
 
     def launch(
-        self, programs: int, tensors: tuple[Tensor, ...], sizes: tuple[int, ...], others: tuple[Any, ...]
+        self,
+        programs: int,
+        tensors: tuple[Tensor, ...],
+        sizes: tuple[int, ...],
+        others: tuple[Any, ...],
+        maps: tuple[Any, ...] = (),
     ) -> None:
         """Launch on the device of the tensors, on its current stream.
 
         Args:
             programs: size of the grid.
-            tensors: the pointers, first in the kernel's signature.
+            tensors: the pointers, first in the kernel's signature but for the maps.
             sizes: counts of rows, sequences and the like, which change from call to call; second.
             others: strides and factors, few combinations in a model; third.
+            maps: TMA descriptors, before all of these; their dtypes and blocks are the same in every launch.
         """
         index = tensors[0].device.index
         if tensors[0].is_cuda and index != torch.cuda.current_device():
             # Triton launches on the current device.
             with torch.cuda.device(index):
-                return self.launch(programs, tensors, sizes, others)
+                return self.launch(programs, tensors, sizes, others, maps)
         # Triton compiles for pointers' alignment and dtype, and for sizes that need 64 bits.
         key = (others, index, tuple([x.dtype for x in tensors]))
         addresses = 0
@@ -56,10 +62,10 @@ class PreparedKernel:
         plain = addresses % _ALIGNMENT == 0 and max(sizes) < _NARROW
         compiled = self._compiled.get(key) if plain else None
         if compiled is not None:
-            compiled[(programs, 1, 1)](*tensors, *sizes, *others, *self._tail)
+            compiled[(programs, 1, 1)](*maps, *tensors, *sizes, *others, *self._tail)
             return None
         with _quiet(tensors[0]):
-            compiled = self._kernel[(programs,)](*tensors, *sizes, *others, **self.constants, **self._options)
+            compiled = self._kernel[(programs,)](*maps, *tensors, *sizes, *others, **self.constants, **self._options)
         if plain and hasattr(compiled, "function"):
             self._compiled[key] = compiled
         return None
@@ -69,6 +75,6 @@ def _quiet(x: Tensor) -> AbstractContextManager[Any]:
     """On a CPU, where Triton interprets the kernel, inf and NaN without a word."""
     if x.is_cuda:
         return nullcontext()
-    from .._jit import interpreter
+    from . import interpreter
 
     return interpreter.quiet_arithmetic()
