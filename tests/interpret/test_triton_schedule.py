@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from jagged_attn.backends._jit.prepared import PreparedKernel
 from jagged_attn.backends.base import Arch
 from jagged_attn.backends.triton import capability
-from jagged_attn.backends._jit.prepared import PreparedKernel
 from jagged_attn.masks import Full
 from jagged_attn.schedule.arch import shared_bytes_per_program
 from jagged_attn.schedule.choose import is_wide, pad_head_dim, triton_configs
