@@ -98,6 +98,10 @@ def _bars() -> Iterable[Workload]:
     for shared, longest in ((32, 2048), (64, 2048), (128, 2048), (256, 2048), (128, 512)):
         name = f"broadcast_q/s{shared}-kv{longest}"
         yield Workload(name, "broadcast_q", 1152, longest, num_shared_queries=shared, default_on=gpu)
+    yield Workload("window/2048-w100", "self", 1152, 2048, mask=SlidingWindow(100, 100), default_on=gpu)
+    yield Workload(
+        "gdpa/1024x256", "cross", 1152, 256, "constant", longest_q=1024, activation="fast_gelu", default_on=gpu
+    )
     yield Workload("window/4096-w100", "self", 256, 4096, mask=SlidingWindow(100, 100), default_on=gpu)
     yield Workload("cpu/log_normal", "self", 256, 848, "log_normal", head_dim=32, default_on=("cpu",))
     yield Workload("cpu/all-128", "self", 256, 128, "constant", head_dim=32, default_on=("cpu",))
