@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from jagged_attn.bench import kunlun as bench
+import jagged_attn as ja
+from jagged_attn.bench import kunlun as command
 from jagged_attn.bench import kunlun_padded
+from jagged_attn.bench import kunlun_steps as bench
 from jagged_attn.masks import BlockDiagonal
 from jagged_attn.modules.kunlun_config import EventTowerConfig
 
@@ -56,18 +58,60 @@ def test_a_wrong_model_gets_no_figure(ranker):
         bench.check(ranker, batch, 5, bench.make_contestant("jagged", other))
 
 
-def test_times_are_measured_and_a_failure_is_its_contestants_result(ranker):
+def test_times_are_measured(ranker):
     batches = [bench.make_batch(SCENARIO, seed, CPU, torch.float64) for seed in range(2)]
-    contestants = [bench.make_contestant(n, ranker) for n in ("jagged", "padded_sdpa")]
+    for name in ("jagged", "padded_sdpa"):
+        assert bench.time_steps(bench.make_contestant(name, ranker), batches, 2, CPU) > 0
 
-    def fail(*arguments: object) -> torch.Tensor:
-        raise RuntimeError("out of memory\nand more")
 
-    broken = bench.Contestant("padded_flex", contestants[1].prepare, fail, contestants[1].model)
-    figures = bench.time_steps([*contestants, broken], batches, 2, CPU)
-    assert figures["jagged"] > 0
-    assert figures["padded_sdpa"] > 0
-    assert figures["padded_flex"] == "RuntimeError: out of memory"
+def test_a_reason_says_where_in_the_package():
+    with pytest.raises(TypeError) as caught:
+        ja.jagged_attention(0, 0, 0, torch.tensor([0, 1]))
+    reason = command.reason_of(caught.value)
+    assert reason.startswith("TypeError: q must be a torch.Tensor, got int. (at jagged_attn/")
+    assert "jagged_attn/functional.py:" in reason
+    assert reason.rsplit(", ", maxsplit=1)[-1].startswith("jagged_attn/validation.py:")
+
+
+def test_a_reason_has_the_frames_that_a_compiler_traced():
+    error = RuntimeError(f'no\n  File "{ja.__file__}", line 7, in f\n  File "/elsewhere/x.py", line 1, in g')
+    assert command.reason_of(error) == "RuntimeError: no (at jagged_attn/__init__.py:7)"
+    assert command.reason_of(RuntimeError("out of memory\nand more")) == "RuntimeError: out of memory"
+
+
+def test_the_command_goes_on_after_a_contestant_without_a_figure(monkeypatch, capsys):
+    results = {"jagged": 2.0, "jagged+compile": "TypeError: no", "padded_sdpa": 5.0}
+    monkeypatch.setattr(command, "_figure_of", lambda arguments, name: results[name])
+    given = ["speed", "--small", "--device", "cpu", "--contestants", "jagged", "jagged+compile", "padded_sdpa"]
+    assert command.main(given) == 1
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert lines == [
+        ["jagged", "2.0 ms a step"],
+        ["jagged+compile", "no figure: TypeError: no"],
+        ["padded_sdpa", "5.0 ms a step"],
+        ["best", "jagged against best padded: 2.50 times as fast"],
+    ]
+
+
+@pytest.mark.parametrize(("limit", "status"), [("0.1", 1), ("300", 0)])
+def test_a_contestant_runs_in_a_process_of_its_own_and_for_so_long_only(limit, status, capsys):
+    given = ["speed", "--small", "--device", "cpu", "--contestants", "jagged", "--batches", "1", "--repeats", "1"]
+    assert command.main([*given, "--limit", limit]) == status
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.endswith("no figure: not done within 0.1 s" if status else "ms a step")
+
+
+def test_the_gates_samples_compile_nothing_that_the_batches_do_not(ranker):
+    from torch._dynamo.testing import CompileCounter
+
+    ranker, counter = ranker.float(), CompileCounter()
+    logits = torch.compile(ranker, backend=counter, dynamic=True)
+    contestant = bench.Contestant("jagged", bench._jagged_form, logits, ranker)
+    batches = [bench.make_batch(SCENARIO, seed, CPU, torch.float32) for seed in range(2)]
+    bench.check(ranker, batches[0], 6, contestant)
+    bench.time_steps(contestant, batches, 1, CPU)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
 
 
 def test_the_whole_jagged_model_compiles_at_most_twice_for_any_lengths():
