@@ -1,0 +1,122 @@
+"""The Hopper forward compiles for sm_90a: the configurations that are shipped, by dtype, mask and activation."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import pytest
+
+from jagged_attn.backends.tlx_hopper.forward import forward
+from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
+from jagged_attn.schedule.hopper import _PAIR, _SINGLE, ROWS, ForwardConfig, forward_config
+from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
+
+_HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence")
+# Shared memory of a CTA, by the CTAs that share a multiprocessor.
+_SHARED = {1: 232_448, 2: 115_712}
+_MASKS = {
+    "full": Full(),
+    "causal": Causal(),
+    "window": SlidingWindow(1000, 200, "top_left"),
+    "blocks": BlockDiagonal(512),
+    "narrow window": SlidingWindow(100, 20),
+    "narrow blocks": BlockDiagonal(64),
+}
+_ACTIVATIONS = ("softmax", "fast_gelu")
+# Bytes spilled and filled at head dim 128: what the store of the log-sum-exp needs, once an item, outside the loops.
+_SPILLS = {("window", "softmax"): 16, ("blocks", "softmax"): 16}
+
+
+class Case(NamedTuple):
+    """A kernel: of self and cross attention, or of broadcast-Q with so many queries."""
+
+    num_queries: int | None
+    dim: int
+    dtype: str = "bf16"
+    mask: str = "full"
+    act: str = "softmax"
+
+    def __str__(self) -> str:
+        kind = "self" if self.num_queries is None else f"broadcast-Q {self.num_queries}"
+        return f"{kind}, D{self.dim}, {self.dtype}, {self.mask}, {self.act}"
+
+    @property
+    def config(self) -> ForwardConfig:
+        return forward_config(self.dim, self.num_queries, _MASKS[self.mask])
+
+
+# Every shipped configuration, head dim, dtype and activation.
+CASES = [
+    Case(None, 128),
+    Case(None, 64, "fp16", "causal"),
+    Case(None, 128, "fp16", "blocks", "fast_gelu"),
+    Case(None, 128, "bf16", "narrow window"),
+    Case(64, 128),
+    Case(64, 64, "fp16", act="fast_gelu"),
+    Case(128, 64),
+]
+OTHERS = [
+    case
+    for case in itertools.starmap(
+        Case,
+        [
+            *itertools.product((None,), (128, 64), ("bf16", "fp16"), _MASKS, _ACTIVATIONS),
+            *itertools.product((64, 128), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS),
+        ],
+    )
+    if case not in CASES
+]
+
+
+@functools.cache
+def _compiled(case: Case) -> Resources:
+    config, dim = case.config, case.dim
+    rows, keys = (f"tensordesc<{case.dtype}[1, 1, {n}, {dim}]>" for n in (ROWS, config.block_kv))
+    signature = {"desc_q": rows, "desc_k": keys, "desc_v": keys, "desc_o": rows, "out": f"*{case.dtype}"}
+    signature |= {"lse": "*fp32", "offsets_q": "*i64", "offsets_kv": "*i64"}
+    signature |= dict.fromkeys(("table", "counter", "slots"), "*i32")
+    signature |= dict.fromkeys(("max_entries", "num_sequences", "num_queries", "total_kv", "query_tiles"), "i32")
+    signature |= {"scale": "fp32", "out_scale": "fp32"}
+    constexprs = {
+        "H": 4, "GROUP": 1, "D": dim, "BN": config.block_kv, "GROUPS": config.groups, "K_STAGES": config.k_stages,
+        "V_STAGES": config.v_stages, "REGISTERS": config.registers, "TURNS": config.turns,
+        "MASK": _MASKS[case.mask].code, "ACT": case.act, "BROADCAST_Q": case.num_queries is not None,
+    }  # fmt: skip
+    options = {"maxnreg": config.max_registers} if config.max_registers is not None else {}
+    return compile_kernel(Compilation(str(case), forward, signature, constexprs, 90, options))
+
+
+def _check(case: Case) -> None:
+    config = case.config
+    kinds = (*_HOPPER, "named_barrier") if config.turns else _HOPPER
+    gate = Gate(
+        shared=_SHARED[config.ctas_per_processor],
+        warps=4 + 4 * config.groups,
+        spills=_SPILLS.get((case.mask, case.act), 0) if case.dim == 128 else 0,
+        registers=(config.registers,),
+        contains=kinds,
+        lacks=("cp_async", "tma_reduce"),
+    )
+    violations = gate.violations(_compiled(case))
+    assert not violations, "\n".join(violations)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_shipped_configuration_passes_its_gate(case: Case) -> None:
+    _check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_every_other_combination_passes_its_gate(case: Case) -> None:
+    _check(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_schedule_counts_the_shared_memory(case: Case) -> None:
+    """What ``ForwardConfig`` counts before a launch is what the compiler takes, but for its own scratch memory."""
+    assert abs(_compiled(case).shared - case.config.shared_bytes(case.dim, 2)) <= 1024
+
+
+def test_every_shipped_configuration_is_among_the_cases() -> None:
+    assert {case.config for case in CASES} == {*_PAIR.values(), *_SINGLE.values()}
