@@ -61,7 +61,7 @@ test-emulator-all: env ## every mutant and a thousand seeds more: hours
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/emulator
 
 test-gpu: env ## the tests that need a CUDA GPU
-	$(PY) -m pytest -m gpu --timeout 300
+	$(PY) -m pytest -n 4 --dist worksteal -m gpu --timeout 300
 
 lint: env ## formatting, lints and types
 	$(VENV)/bin/ruff format --check .
