@@ -17,7 +17,7 @@ WORKERS     ?= 2
 PYTEST      := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal --timeout 300
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo results test test-plain test-interpret test-emulator test-emulator-all test-gpu lint bench clean
+.PHONY: help env demo results test test-plain test-interpret test-emulator test-kernels-all test-gpu lint bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,7 +49,7 @@ results: env ## train all seeds and models of docs/ranking.md
 test: lint test-plain test-interpret test-emulator ## all checks and tests that need no GPU
 
 test-plain: env ## the tests that need neither a GPU nor an interpreter
-	$(PYTEST) -m "not gpu and not interpret" --ignore tests/emulator
+	$(PYTEST) -m "not gpu and not interpret and not sweep" --ignore tests/emulator
 
 test-interpret: env ## the Triton kernels under Triton's interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -m interpret tests/test_semantics.py tests/test_compile.py tests/interpret
@@ -57,7 +57,8 @@ test-interpret: env ## the Triton kernels under Triton's interpreter
 test-emulator: env ## the TLX kernels under the emulator
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" tests/emulator
 
-test-emulator-all: env ## every mutant and a thousand seeds more: hours
+test-kernels-all: env ## every mutant, a thousand seeds more, every configuration of the TLX kernels: hours
+	$(PYTEST) -m sweep tests/aot
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/emulator
 
 test-gpu: env ## the tests that need a CUDA GPU

@@ -106,7 +106,7 @@ def test_a_shipped_configuration_passes_its_gate(case: Case) -> None:
     _check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_every_other_combination_passes_its_gate(case: Case) -> None:
     _check(case)
