@@ -1,6 +1,7 @@
 """The public operations: attention over jagged sequences, and the question which backend would run it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import index
 from typing import Any, Literal, NamedTuple, overload
@@ -66,11 +67,39 @@ def _make_plan_constant(*arguments: Any) -> tuple[tuple[TableRequest, ...], tupl
 _make_plan_constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def prepare_tables(
+    spec: AttentionSpec,
+    backend: str,
+    layout_q: JaggedLayout | None,
+    layout_kv: JaggedLayout,
+    rows_q: int,
+    rows_kv: int,
+) -> list[Tensor]:
+    """Make the tables of a call ahead of it: with these layouts it will find them beside their offsets.
+
+    Args:
+        spec: the call's static facts.
+        backend: as for the call.
+        layout_q: of the queries; ``None`` for broadcast-Q.
+        layout_kv: of keys and values.
+        rows_q: rows that q will have.
+        rows_kv: rows that k and v will have.
+
+    Raises:
+        UnsupportedError: no backend runs such a call.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        spec = replace(spec, deterministic=True)
+    offsets_kv = layout_kv.offsets
+    arch = arch_of(offsets_kv.device)
+    requests = dispatch.capability(dispatch.choose(backend, spec, arch)).table_requests(spec, arch)
+    return _tables(requests, rows_q, rows_kv, None if layout_q is None else layout_q.offsets, offsets_kv)
+
+
 def _tables(
-    requests: tuple[TableRequest, ...], q: Tensor, k: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor
+    requests: tuple[TableRequest, ...], rows_q: int, rows_kv: int, offsets_q: Tensor | None, offsets_kv: Tensor
 ) -> list[Tensor]:
     """The tables that a backend asked for, kept beside the offsets; made in the graph when one is traced."""
-    rows_q, rows_kv = q.shape[0], k.shape[0]
 
     def build() -> list[Tensor]:
         sides = {"q": (offsets_q, rows_q), "kv": (offsets_kv, rows_kv)}
@@ -170,7 +199,8 @@ def _decide(
     make_plan = _make_plan_constant if torch.compiler.is_compiling() else _make_plan
     requests, static = make_plan(q.device, backend, *facts)
     offsets_q = None if layout_q is None else layout_q.offsets
-    return q, k, v, _Decision(_tables(requests, q, k, offsets_q, layout_kv.offsets), _Static(*static))
+    tables = _tables(requests, q.shape[0], k.shape[0], offsets_q, layout_kv.offsets)
+    return q, k, v, _Decision(tables, _Static(*static))
 
 
 def _recall(

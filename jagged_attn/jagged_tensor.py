@@ -201,6 +201,8 @@ def _with_values(x: Any, values: Tensor) -> Any:
 def to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTensorLike:
     """A TorchRec ``JaggedTensor`` on these values and offsets; imports TorchRec.
 
+    Usable in a module that ``torch.fx`` traces.
+
     Args:
         values: ``[T, ...]``.
         layout: a ``JaggedLayout`` or a plain offsets tensor ``[B + 1]``; the result holds that very tensor.
@@ -209,6 +211,11 @@ def to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTen
         ImportError: TorchRec, or the fbgemm that it needs, is missing or broken.
         TypeError, ValueError: ``layout`` is neither a layout nor valid offsets.
     """
+    return _to_jagged_tensor(values, layout)
+
+
+@torch.fx.wrap
+def _to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTensorLike:
     if not isinstance(layout, JaggedLayout):
         layout = JaggedLayout(layout)
     return _jagged_tensor_class()(values=values, offsets=layout.offsets)

@@ -5,6 +5,7 @@
 With ``pooling="mean"`` each attention gives way to a plain mean over the same keys, and nothing else changes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 
-from jagged_attn.jagged_tensor import with_values
+from jagged_attn import JaggedLayout
+from jagged_attn.jagged_tensor import to_jagged_tensor, with_values
 from jagged_attn.modules import JaggedMultiHeadAttention, JaggedTargetAttention
 
 from .requests import Schema
@@ -67,20 +69,31 @@ class RankingModel(nn.Module):
             nn.Linear(config.hidden, config.hidden), nn.ReLU(), nn.Linear(config.hidden, 1),
         )  # fmt: skip
 
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """Logits ``[C]``, one a row of ``candidate_item``; the features are those of ``Batch``."""
+    def forward(self, features: KeyedJaggedTensor, layouts: Mapping[str, JaggedLayout] | None = None) -> Tensor:
+        """Logits ``[C]``, one a row of ``candidate_item``; the features are those of ``Batch``.
+
+        Args:
+            features: ids of events and candidates.
+            layouts: of ``history_item`` and ``candidate_item``, if they were prepared (``jagged_attn.pipeline``).
+        """
         embedded = self.embedding(features)
-        events = embedded["history_item"]
+        events = _on_layout(embedded["history_item"], layouts, "history_item")
+        candidate = _on_layout(embedded["candidate_item"], layouts, "candidate_item")
         summed = events.values() + embedded["history_rating"].values() + embedded["history_age"].values()
         history = with_values(events, self.dropout(summed))
         for layer in self.layers:
             history = layer(history)
         history = with_values(history, self.norm(history.values()))
-        candidate = embedded["candidate_item"]
         query = with_values(candidate, self.candidate_norm(candidate.values()))
         taste = self.target(history, query).values()
         item, user = candidate.values(), embedded["user"].values()
         return self.mlp(torch.cat([item, taste, item * taste, user], dim=1)).squeeze(1)
+
+
+# Not traced by torch.fx, to which `layouts` would never be None.
+@torch.fx.wrap
+def _on_layout(x: JaggedTensor, layouts: Mapping[str, JaggedLayout] | None, key: str) -> JaggedTensor:
+    return x if layouts is None else to_jagged_tensor(x.values(), layouts[key])
 
 
 def _target(config: ModelConfig, pooling: Pooling, backend: str) -> tuple[nn.Module, nn.Module]:

@@ -17,6 +17,8 @@ from .model import ModelConfig, Pooling, RankingModel
 from .outputs import write_atomically
 from .requests import Batch, Dataset, Hide, Requests, make_batch
 
+_KEYS = {"run", "model", "optimizer", "schedule", "epochs", "rng", "cuda_rng"}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -127,7 +129,7 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write all that a run needs to go on as if it had never stopped."""
         state = {
-            "run": self._identity(),
+            "run": identity(self.dataset, self.config),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -143,11 +145,7 @@ class Trainer:
         Raises:
             InputError: the file is missing or damaged, or is of a run with other data or another configuration.
         """
-        state = _read_checkpoint(path)
-        for name, mine in self._identity().items():
-            theirs = state["run"].get(name)
-            if theirs != mine:
-                raise InputError(f"{path}: is of a run with {name} = {theirs}, this one has {name} = {mine}.")
+        state = read_checkpoint(path, _KEYS, identity(self.dataset, self.config))
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -156,15 +154,17 @@ class Trainer:
         if self.device.type == "cuda" and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
 
-    def _identity(self) -> dict[str, Any]:
-        config = asdict(self.config)
-        return {
-            "data": self.dataset.name,
-            **{f"schema.{name}": value for name, value in asdict(self.dataset.schema).items()},
-            "training requests": len(self.dataset.train),
-            **{f"model.{name}": value for name, value in config.pop("model").items()},
-            **config,
-        }
+
+def identity(dataset: Dataset, config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint says of its run: data and configuration."""
+    fields = asdict(config)
+    return {
+        "data": dataset.name,
+        **{f"schema.{name}": value for name, value in asdict(dataset.schema).items()},
+        "training requests": len(dataset.train),
+        **{f"model.{name}": value for name, value in fields.pop("model").items()},
+        **fields,
+    }
 
 
 def _optimizer(model: RankingModel, config: TrainConfig) -> torch.optim.Optimizer:
@@ -177,14 +177,29 @@ def _optimizer(model: RankingModel, config: TrainConfig) -> torch.optim.Optimize
     return torch.optim.AdamW(groups, weight_decay=config.weight_decay)
 
 
-def _read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, keys: set[str], run: dict[str, Any]) -> dict[str, Any]:
+    """What ``torch.save`` wrote for such a run.
+
+    Args:
+        path: of the file.
+        keys: what it must hold, ``"run"`` among them.
+        run: the ``identity`` that it must have.
+
+    Raises:
+        InputError: the file is missing or damaged, or is of another program or run.
+    """
     if not path.is_file():
         raise InputError(f"{path}: there is no such checkpoint.")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if {"run", "model", "optimizer", "schedule", "epochs", "rng", "cuda_rng"} <= state.keys():
-            return state
+        is_ours = keys <= state.keys()
     # A damaged file can fail anywhere in unpickling, with almost any error.
     except Exception as error:
         raise InputError(f"{path}: is not a readable checkpoint ({type(error).__name__}).") from error
-    raise InputError(f"{path}: is not a checkpoint of this program.")
+    if not is_ours:
+        raise InputError(f"{path}: is not a checkpoint of this program.")
+    for name, mine in run.items():
+        theirs = state["run"].get(name)
+        if theirs != mine:
+            raise InputError(f"{path}: is of a run with {name} = {theirs}, this one has {name} = {mine}.")
+    return state

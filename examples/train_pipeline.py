@@ -1,0 +1,152 @@
+"""Train the ranking model on many processes: sharded tables, data-parallel attention, TorchRec's train pipeline.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_pipeline.py --backend-comm gloo --out out/pipeline
+    torchrun --standalone --nproc-per-node 8 examples/train_pipeline.py --backend-comm nccl --out out/pipeline
+
+Writes ``metrics.csv`` and ``checkpoint.pt`` to the output folder after every epoch, each in one step.
+Exit code 2 and one line on standard error: an input or an option is wrong, and nothing was written.
+"""
+
+import os
+
+# Before torch, whose OpenMP reads it while it loads; see train_ranking.py.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import logging
+import sys
+import warnings
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+with warnings.catch_warnings():
+    # fbgemm's CPU build warns of operators that it does not have, torchmetrics of distutils' version class.
+    warnings.simplefilter("ignore")
+    from ranking import sources
+    from ranking.errors import InputError
+    from ranking.outputs import write_csv
+    from ranking.recipes import DATA, recipe
+    from ranking.sharded import SHARDINGS, ShardedTrainer
+
+from jagged_attn import UnsupportedError
+from jagged_attn.backends import BACKENDS
+
+# Row-wise Adagrad wants larger steps than the tuned AdamW of the recipes.
+DENSE_RATE, TABLE_RATE = 4e-3, 0.1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="train_pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", choices=DATA, default="synthetic")
+    parser.add_argument("--backend-comm", choices=["gloo", "nccl"], default="gloo", help="gloo: CPUs; nccl: GPUs")
+    parser.add_argument("--sharding", choices=SHARDINGS, default="table_wise", help="how tables are cut")
+    parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto", help="what runs the attention")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of the synthetic log")
+    parser.add_argument("--epochs", type=int, help="passes over the training part (default: the recipe's)")
+    parser.add_argument("--batch-size", type=int, help="requests of all processes together (default: the recipe's)")
+    parser.add_argument("--out", type=Path, help="output folder (default: out/pipeline-DATA-seedN)")
+    parser.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="go on from a checkpoint of the same run")
+    parser.add_argument("--requests", type=int, help="size of the synthetic log")
+    parser.add_argument("--movielens-file", type=Path, help="ratings file (default: the one that recbole ships)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds to wait for another process")
+    return parser.parse_args(arguments)
+
+
+def _device(communication: str) -> torch.device:
+    """The device of this process, which torchrun numbered."""
+    if communication == "gloo":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if not dist.is_nccl_available() or local >= torch.cuda.device_count():
+        raise InputError(f"--backend-comm nccl needs a GPU for each process, got {torch.cuda.device_count()} GPUs.")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0), ("timeout", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}.")
+
+
+def _report_epoch(trainer: ShardedTrainer, out: Path) -> None:
+    """Print the last epoch and bring the files in ``out`` up to date."""
+    row = trainer.epochs[-1]
+    if trainer.rank == 0:
+        print(
+            f"epoch {row['epoch']}/{trainer.config.epochs}: training log-loss {row['train_loss']:.4f}, "
+            f"held-out NE {row['ne']:.4f} ({row['seconds']:.0f} s)",
+            flush=True,
+        )
+    trainer.save(out / "checkpoint.pt")
+    if trainer.rank == 0:
+        write_csv(out / "metrics.csv", trainer.epochs, row)
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Load, train, and write the results; in a process group."""
+    config = recipe(options.data, "attention", options.seed)
+    config = replace(config, learning_rate=DENSE_RATE, embedding_boost=TABLE_RATE / DENSE_RATE)
+    if options.epochs is not None:
+        config = replace(config, epochs=options.epochs)
+    if options.batch_size is not None:
+        config = replace(config, batch_size=options.batch_size)
+    dataset = sources.load(options.data, options.seed, requests=options.requests, path=options.movielens_file)
+    trainer = ShardedTrainer(dataset, config, device, options.sharding, options.backend)
+    if options.resume is not None:
+        trainer.load(options.resume)
+    if trainer.rank == 0:
+        print(
+            f"{dataset.name}: {len(dataset.train)} requests to learn from, {len(dataset.held_out)} held out; "
+            f"{trainer.world_size} processes on {device.type}, {options.sharding} tables",
+            flush=True,
+        )
+    out = options.out or Path("out") / f"pipeline-{options.data}-seed{options.seed}"
+    trainer.run(lambda trainer: _report_epoch(trainer, out))
+    if trainer.rank == 0:
+        print(f"wrote {out}/metrics.csv and checkpoint.pt")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parse(arguments)
+    # Advice of torch 2.13 to whoever asks whether fx is tracing, and of TorchRec on how a topology should be made.
+    for name in ("torch.fx._symbolic_trace", "torchrec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        if "RANK" not in os.environ:
+            raise InputError(
+                "must be started by torchrun: torchrun --standalone --nproc-per-node 2 examples/train_pipeline.py"
+            )
+        _check(options)
+        device = _device(options.backend_comm)
+        dist.init_process_group(options.backend_comm, timeout=timedelta(seconds=options.timeout))
+        run(options, device)
+    # What is wrong with an input is wrong on every rank; one of them says it.
+    except (InputError, UnsupportedError, OSError) as error:
+        if is_first:
+            print(f"train_pipeline: {'; '.join(line.strip() for line in str(error).splitlines())}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
