@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Advice of torch 2.13 to whoever asks whether fx is tracing, and of TorchRec on how a topology should be made.
     for name in ("torch.fx._symbolic_trace", "torchrec"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         if "RANK" not in os.environ:
             raise InputError(
@@ -137,9 +137,9 @@ def main(arguments: list[str] | None = None) -> int:
         device = _device(options.backend_comm)
         dist.init_process_group(options.backend_comm, timeout=timedelta(seconds=options.timeout))
         run(options, device)
-    # What is wrong with an input is wrong on every rank; one of them says it.
+    # What is wrong with an input is wrong on every rank of a host; one of them says it.
     except (InputError, UnsupportedError, OSError) as error:
-        if is_first:
+        if is_first_of_host:
             print(f"train_pipeline: {'; '.join(line.strip() for line in str(error).splitlines())}", file=sys.stderr)
         return 2
     finally:

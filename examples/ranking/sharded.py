@@ -210,13 +210,11 @@ class ShardedTrainer:
         ).to(self.device)  # fmt: skip
         requests = self.dataset.held_out
         for _, logits, labels in self._progress(requests, np.arange(len(requests)), "held out"):
-            # TorchRec's metric fails on a part without an example.
-            if len(labels):
-                probability = logits.double().sigmoid()
-                metric.update(
-                    predictions={_TASK: probability}, labels={_TASK: labels.double()},
-                    weights={_TASK: torch.ones_like(probability)},
-                )  # fmt: skip
+            probability = logits.double().sigmoid()
+            metric.update(
+                predictions={_TASK: probability}, labels={_TASK: labels.double()},
+                weights={_TASK: torch.ones_like(probability)},
+            )  # fmt: skip
         return metric.compute()[f"ne-{_TASK}|lifetime_ne"].item()
 
     def _progress(

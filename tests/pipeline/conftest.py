@@ -11,13 +11,14 @@ from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-import pipeline_jobs
-from ranks import run_ranks
-
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks reports of ``pipeline_jobs.everything``: one start of two processes for all tests."""
+    # Not above: the tests that need a GPU run without the parts of TorchRec that this imports.
+    import pipeline_jobs
+    from ranks import run_ranks
+
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         # The folder that the workers of this run of pytest share.

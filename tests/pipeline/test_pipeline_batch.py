@@ -2,18 +2,25 @@
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from pipeline_jobs import CPU, KeyedJaggedTensor
 
 import jagged_attn
 from jagged_attn import JaggedMultiHeadAttention, JaggedTargetAttention, UnsupportedError
 from jagged_attn.jagged_tensor import to_jagged_tensor
-from jagged_attn.pipeline import AttentionCall, JaggedBatch, LayoutStage
 
+with warnings.catch_warnings():
+    # fbgemm's CPU build warns of operators that it does not have.
+    warnings.simplefilter("ignore")
+    from torchrec import KeyedJaggedTensor
+
+    from jagged_attn.pipeline import AttentionCall, JaggedBatch, LayoutStage
+
+CPU = torch.device("cpu")
 # Per key: clicks of five users, then ads. With 0, 1 and both sides of a block.
 CLICKS, ADS = [0, 1, 63, 64, 65], [2, 1, 1, 0, 3]
 
