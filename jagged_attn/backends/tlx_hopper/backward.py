@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import next_item, publish, ragged, receive, ring
+from .._jit.rings import next_item, ragged, ring
 from .._jit.scores import LOG2E, activate, derivative, mask_kind, mask_opens, query_range
 from .._jit.tlx import tlx
 
@@ -106,22 +106,72 @@ def entry_of(table, item, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
-def _queries(b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM: tl.constexpr, BN: tl.constexpr,
-             MASK: tl.constexpr):  # fmt: skip
-    """Start and length of the queries' sequence; the first query, and the query tiles a head, that the keys visit.
+def _item(item, items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv, KV_HEADS: tl.constexpr,
+          BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Where the rows of a work item are, and which queries see its keys.
 
-    All roles count with this. It is at least one tile, which may hold nothing: sums of no tiles would need branches
-    around products in flight. So a sequence without queries visits a tile of zeros.
+    Returns:
+        Key head; start and rows of the queries, the first that the keys visit, and the tiles of them a head, which is
+        the one count that all roles agree on; start and rows of the keys, and the first of the tile. There is at least
+        one tile, which may hold nothing: sums of no tiles would need branches around products in flight. Past the last
+        item there is none.
     """
-    start_q, len_q = partner_rows(offsets_q, b, num_sequences, total_q)
+    entry = table + 2 * (item // KV_HEADS)
+    named = item < items
+    b = tl.load(entry, mask=named, other=-1)
+    first_key = tl.load(entry + 1, mask=named, other=0)
+    sequence = tl.maximum(b, 0)
+    start_q, len_q = partner_rows(offsets_q, sequence, num_sequences, total_q)
+    start_kv, len_kv = sequence_rows(offsets_kv, sequence, num_sequences, total_kv)
     begin = len_q * 0
     end = len_q
     if mask_kind(MASK) != "full":
-        _, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
         begin, _ = query_range(first_key, len_q, len_kv, MASK)
         begin = begin // BM * BM
         _, end = query_range(tl.minimum(first_key + BN, len_kv) - 1, len_q, len_kv, MASK)
-    return start_q.to(tl.int32), len_q, begin, tl.maximum((end - begin + BM - 1) // BM, 1)
+    tiles = tl.where(b < 0, 0, tl.maximum((end - begin + BM - 1) // BM, 1))
+    # The block of the row statistics, too: it needs the sequence's number.
+    block = first_block(start_q, sequence, BM) + begin // BM
+    return (
+        item % KV_HEADS, start_q.to(tl.int32), len_q, begin, tiles, start_kv.to(tl.int32), len_kv, first_key,
+        block.to(tl.int32),
+    )  # fmt: skip
+
+
+@triton.jit
+def _publish(slots, item_full, item_empty, turn, kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key):
+    """Hand a work item to the gradient groups: eight numbers in global memory, which every thread can read."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_empty[buf], phase ^ 1)
+    slot = slots + (tl.program_id(0) * 2 + buf) * 8
+    tl.store(slot, kv_head)
+    tl.store(slot + 1, start_q)
+    tl.store(slot + 2, len_q)
+    tl.store(slot + 3, begin)
+    tl.store(slot + 4, tiles)
+    tl.store(slot + 5, start_kv)
+    tl.store(slot + 6, len_kv)
+    tl.store(slot + 7, first_key)
+    tlx.barrier_arrive(item_full[buf], 1)
+
+
+@triton.jit
+def _receive_queries(slots, item_full, turn):
+    """Key head, and where the queries of this turn's item are."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_full[buf], phase)
+    slot = slots + (tl.program_id(0) * 2 + buf) * 8
+    return (
+        tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
+        tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True),
+    )  # fmt: skip
+
+
+@triton.jit
+def _receive_keys(slots, turn):
+    """Where the keys of this turn's item are. The slot stays ours until ``item_empty``."""
+    slot = slots + (tl.program_id(0) * 2 + turn % 2) * 8
+    return tl.load(slot + 5, volatile=True), tl.load(slot + 6, volatile=True), tl.load(slot + 7, volatile=True)
 
 
 @triton.jit
@@ -130,32 +180,24 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
           do_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr,
           D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, MASK: tl.constexpr,
           SOFTMAX: tl.constexpr, REPLICAS: tl.constexpr):  # fmt: skip
+    """Hand out the items, each looked up while the one before it is loaded, and bring their tiles."""
     KV_HEADS: tl.constexpr = H // GROUP
     BYTES: tl.constexpr = tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = BM * D * BYTES + (BM * 4 if SOFTMAX else 0)
     count = 0
     turn = 0
-    item = tl.program_id(0)
-    b = item * 0 - 1
-    first_key = item * 0
-    if item < items:
-        b, first_key = entry_of(table, item, KV_HEADS)
-    # The table ends with entries of -1.
-    while b >= 0:
-        publish(slots, item_full, item_empty, turn, item)
-        start_q, len_q, begin, tiles = _queries(
-            b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
-        )
-        start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+    kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block = _item(
+        tl.program_id(0), items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv, KV_HEADS, BM, BN, MASK
+    )  # fmt: skip
+    _publish(slots, item_full, item_empty, turn, kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key)
+    while tiles > 0:
+        next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key, next_block = (
+            kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block,
+        )  # fmt: skip
         # Keys that no query sees are not loaded: what lies there may be NaN, and their gradients are 0.
-        len_kv = tl.where(len_q > 0, len_kv, 0)
-        kv_head = item % KV_HEADS
+        rows_kv = tl.where(len_q > 0, len_kv, 0)
         # Shared queries are not at their sequence's place, but the first rows of all.
         rows_q = start_q * 0 if REPLICAS else start_q
-        # Asked for early: the answer takes a microsecond, which the copies below hide.
-        item = next_item(counter)
-        block = first_block(start_q, b, BM) + begin // BM
-        k0, k1, k2, k3 = ragged(start_kv, len_kv, first_key, kv_head * D)
         for trip in range(GROUP * tiles):
             head = kv_head
             tile = trip
@@ -164,32 +206,43 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
                 tile = trip % tiles
             buf, phase = ring(count, STAGES)
             q0, q1, q2, q3 = ragged(rows_q, len_q, begin + tile * BM, head * D)
-            o0, o1, o2, o3 = ragged(start_q, len_q, begin + tile * BM, head * D)
-            rows = row_stats + ((block + tile) * H + head) * (2 * BM)
+            rows = row_stats + (tl.cast(block + tile, tl.int64) * H + head) * (2 * BM)
             tlx.barrier_wait(q_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(q_full[buf], TILE_BYTES)
             tlx.async_descriptor_load(desc_q, q_tiles[buf], [q0, q1, q2, q3], q_full[buf])
             if SOFTMAX:
                 tlx.async_load(rows, lse_rows[buf], bulk=True, barrier=q_full[buf])
             if trip == 0:
+                k0, k1, k2, k3 = ragged(start_kv, rows_kv, first_key, kv_head * D)
                 tlx.barrier_wait(k_empty[0], (turn & 1) ^ 1)
                 tlx.barrier_expect_bytes(k_full[0], BN * D * BYTES)
                 tlx.async_descriptor_load(desc_k, k_tile[0], [k0, k1, k2, k3], k_full[0])
+            o0, o1, o2, o3 = ragged(start_q, len_q, begin + tile * BM, head * D)
             tlx.barrier_wait(do_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(do_full[buf], TILE_BYTES)
             tlx.async_descriptor_load(desc_do, do_tiles[buf], [o0, o1, o2, o3], do_full[buf])
             if SOFTMAX:
                 tlx.async_load(rows + BM, delta_rows[buf], bulk=True, barrier=do_full[buf])
             if trip == 0:
+                v0, v1, v2, v3 = ragged(start_kv, rows_kv, first_key, kv_head * D)
                 tlx.barrier_wait(v_empty[0], (turn & 1) ^ 1)
                 tlx.barrier_expect_bytes(v_full[0], BN * D * BYTES)
-                tlx.async_descriptor_load(desc_v, v_tile[0], [k0, k1, k2, k3], v_full[0])
+                tlx.async_descriptor_load(desc_v, v_tile[0], [v0, v1, v2, v3], v_full[0])
+                (
+                    next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key, next_block,
+                ) = _item(
+                    next_item(counter), items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv,
+                    KV_HEADS, BM, BN, MASK,
+                )  # fmt: skip
+                _publish(
+                    slots, item_full, item_empty, turn + 1, next_head, next_q, next_len_q, next_begin, next_tiles,
+                    next_kv, next_len_kv, next_key,
+                )  # fmt: skip
             count += 1
         turn += 1
-        b = b * 0 - 1
-        if item < items:
-            b, first_key = entry_of(table, item, KV_HEADS)
-    publish(slots, item_full, item_empty, turn, -1)
+        kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block = (
+            next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key, next_block,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -271,19 +324,17 @@ def _reduce_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.
 
 
 @triton.jit
-def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv, num_sequences,
-               total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows, delta_rows, ds_tiles,
-               dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full,
-               ds_empty, item_full, item_empty, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, DS_STAGES: tl.constexpr, MASK: tl.constexpr,
-               ACT: tl.constexpr, FAST_TANH: tl.constexpr, DQ: tl.constexpr,
-               REPLICAS: tl.constexpr):  # fmt: skip
+def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, slots, scale, out_scale, q_tiles, do_tiles, k_tile,
+               v_tile, lse_rows, delta_rows, ds_tiles, dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty,
+               k_full, k_empty, v_full, v_empty, ds_full, ds_empty, item_full, item_empty, H: tl.constexpr,
+               GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+               DS_STAGES: tl.constexpr, MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr,
+               DQ: tl.constexpr, REPLICAS: tl.constexpr):  # fmt: skip
     """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
     exponentials, so that neither waits for the other's dS.
     """
-    KV_HEADS: tl.constexpr = H // GROUP
     HALF: tl.constexpr = BN // 2
     COLUMNS: tl.constexpr = D // 2
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
@@ -291,17 +342,12 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
     PARK: tl.constexpr = ACT != "softmax" and D == 128
     count = 0
     turn = 0
-    item = receive(slots, item_full, item_empty, turn)
-    while item >= 0:
-        b, first_key = entry_of(table, item, KV_HEADS)
-        kv_head = item % KV_HEADS
-        start_q, len_q, begin, tiles = _queries(
-            b, first_key, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
-        )
+    kv_head, start_q, len_q, begin, tiles = _receive_queries(slots, item_full, turn)
+    while tiles > 0:
         rows_dq = tl.program_id(0) % REPLICAS * len_q if REPLICAS else start_q
         query_lo, query_hi, all_lo, all_hi = tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0
         if mask_kind(MASK) != "full":
-            _, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+            _, len_kv, first_key = _receive_keys(slots, turn)
             query_lo, query_hi, all_lo, all_hi = _query_ranges(first_key + g * HALF, len_q, len_kv, HALF, MASK)
         dk = tl.zeros([HALF, D], tl.float32)
         dv = tl.zeros([HALF, D], tl.float32)
@@ -369,9 +415,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
             count += 1
         tlx.barrier_arrive(v_empty[0], 1)
 
-        # Where the keys are is read again, between other things: kept, it would cost registers in the loop above.
-        b, first_key = entry_of(table, item, KV_HEADS)
-        start_kv, len_kv = sequence_rows(offsets_kv, b, num_sequences, total_kv)
+        # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
+        start_kv, len_kv, first_key = _receive_keys(slots, turn)
         if DQ != "none":
             last_buf, last_phase = ring(count - 1, DS_STAGES)
             tlx.barrier_wait(ds_full[last_buf], last_phase)
@@ -390,17 +435,20 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, table, slots, offset
             tlx.barrier_arrive(k_empty[0], 1)
             tlx.async_descriptor_store_wait(0)
 
+        # The next item arrives under the stores of this one, whose slot is free.
+        tlx.barrier_arrive(item_empty[turn % 2], 1)
+        turn += 1
+        next_head, next_q, next_len_q, next_begin, next_tiles = _receive_queries(slots, item_full, turn)
         # The dK of the item before left this buffer before the reductions since then left theirs.
         tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
         tlx.fence("async_shared")
-        c0, c1, c2, c3 = ragged(start_kv, len_kv, first_key + g * HALF, item % KV_HEADS * D)
+        c0, c1, c2, c3 = ragged(start_kv, len_kv, first_key + g * HALF, kv_head * D)
         tlx.async_descriptor_store(desc_dv, out_tiles[g], [c0, c1, c2, c3])
         tlx.async_descriptor_store_wait(0)
         tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
         tlx.fence("async_shared")
         tlx.async_descriptor_store(desc_dk, out_tiles[g], [c0, c1, c2, c3])
-        turn += 1
-        item = receive(slots, item_full, item_empty, turn)
+        kv_head, start_q, len_q, begin, tiles = next_head, next_q, next_len_q, next_begin, next_tiles
     tlx.async_descriptor_store_wait(0)
 
 
@@ -425,7 +473,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     | ds_full | 2 | both groups, each with its half of the keys | both groups, before dQ |
     | ds_empty | 2 | both groups, after dQ | both groups, before they store the next dS |
     | item_full | 1 | load, when the slot holds an item | both groups |
-    | item_empty | 2 | both groups, when they have read it | load |
+    | item_empty | 2 | both groups, when the item's last product is done | load |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     k_tile = tlx.local_alloc((BN, D), DTYPE, 1)
@@ -459,8 +507,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
                   q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, item_full, item_empty, H,
                   GROUP, D, BM, BN, STAGES, MASK, ACT == "softmax", REPLICAS)  # fmt: skip
         with tlx.async_task(num_warps=4, registers=240, replicate=2):
-            _gradients(tlx.async_task_replica_id(), desc_sum, desc_dk, desc_dv, table, slots, offsets_q, offsets_kv,
-                       num_sequences, total_q, total_kv, scale, out_scale, q_tiles, do_tiles, k_tile, v_tile, lse_rows,
-                       delta_rows, ds_tiles, dq_tiles, out_tiles, q_full, q_empty, do_full, do_empty, k_full, k_empty,
-                       v_full, v_empty, ds_full, ds_empty, item_full, item_empty, H, GROUP, D, BM, BN, STAGES,
-                       DS_STAGES, MASK, ACT, FAST_TANH, DQ, REPLICAS)  # fmt: skip
+            _gradients(tlx.async_task_replica_id(), desc_sum, desc_dk, desc_dv, slots, scale, out_scale, q_tiles,
+                       do_tiles, k_tile, v_tile, lse_rows, delta_rows, ds_tiles, dq_tiles, out_tiles, q_full, q_empty,
+                       do_full, do_empty, k_full, k_empty, v_full, v_empty, ds_full, ds_empty, item_full, item_empty,
+                       H, GROUP, D, BM, BN, STAGES, DS_STAGES, MASK, ACT, FAST_TANH, DQ, REPLICAS)  # fmt: skip

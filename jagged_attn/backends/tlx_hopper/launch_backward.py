@@ -174,7 +174,7 @@ def _launch_keys(
     spec, dim = call.spec, call.spec.head_dim
     items = table.shape[0] * spec.num_kv_heads
     programs = min(num_processors(call.q.device), items)
-    slots = table.new_empty(2 * programs)
+    slots = table.new_empty(16 * programs)
     kernel.launch(
         programs,
         (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
