@@ -223,6 +223,8 @@ class ShardedTrainer:
         """What the task keeps of each step of the pipeline."""
         size, schema = self.config.batch_size, self.dataset.schema
         iterator = batches(requests, schema, order, size, self.stage, self.rank, self.world_size, hide)
+        if self.device.type == "cuda":
+            iterator = (batch.pin_memory() for batch in iterator)
         steps = range(0, len(order), size)
         # disable=None: no bar where the output is not a terminal.
         for _ in tqdm(steps, desc=title, leave=False, disable=None if self.rank == 0 else True):
@@ -233,7 +235,7 @@ class ShardedTrainer:
         mine = {
             "model": {name: _pieces(x) for name, x in self.model.state_dict().items()},
             "fused": {name: _pieces(x) for name, x in self._fused_state().items()},
-            "rng": torch.get_rng_state(),
+            "rng": self._rng_state(),
         }
         gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
         dist.gather_object(mine, gathered, group=self._host_group)
@@ -271,8 +273,15 @@ class ShardedTrainer:
                 piece.tensor.copy_(whole[place].reshape(piece.tensor.shape))
         self.dense.load_state_dict(state["dense_optimizer"])
         self.epochs = state["epochs"]
-        torch.set_rng_state(state["rng"][self.rank])
+        rng = state["rng"][self.rank]
+        torch.set_rng_state(rng["cpu"])
+        if self.device.type == "cuda" and rng["cuda"] is not None:
+            torch.cuda.set_rng_state(rng["cuda"], self.device)
         self._set_learning_rates(len(self.epochs) / max(self.config.epochs, 1))
+
+    def _rng_state(self) -> dict[str, Tensor | None]:
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
     def _fused_state(self) -> dict[str, ShardedTensor]:
         """The tables' optimiser states: the very tensors that the optimiser reads."""

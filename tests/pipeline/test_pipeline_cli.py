@@ -6,9 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pipeline_jobs  # noqa: F401  (imports TorchRec without its warnings)
 import pytest
@@ -16,8 +18,14 @@ import torch
 import train_pipeline
 
 SCRIPT = Path(train_pipeline.__file__)
-TINY = ["--requests", "300", "--epochs", "2"]
+TINY = ["--requests", "700", "--epochs", "3"]
 TIMEOUT = 120
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def torchrun(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -41,16 +49,59 @@ def torchrun(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(launcher, process.returncode, out, err)
 
 
-def test_torchrun_trains_and_writes_metrics_and_checkpoint(tmp_path: Path) -> None:
-    ran = torchrun(*TINY, "--out", "out", folder=tmp_path)
+@contextmanager
+def two_processes(*arguments: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The same without torchrun, which would end a process whose peer has failed; killed at the end."""
+    common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    try:
+        for rank in ("0", "1"):
+            environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
+            with (folder / f"log{rank}").open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(SCRIPT), *arguments], cwd=folder, env=environment, stdout=log, stderr=log
+                    )
+                )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def test_runs_write_their_results_and_a_killed_rank_ends_the_others_who_then_resume(tmp_path: Path) -> None:
+    ran = torchrun(*TINY, "--out", "whole", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint.pt", "metrics.csv"]
-    with (tmp_path / "out" / "metrics.csv").open() as file:
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == ["checkpoint.pt", "metrics.csv"]
+    with (tmp_path / "whole" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     for row in rows:
         assert ran.stdout.count(f"held-out NE {float(row['ne']):.4f}") >= 1
     assert ran.stdout.count("2 processes on cpu, table_wise tables") == 1
+
+    with two_processes(*TINY, "--out", "cut", "--timeout", "20", folder=tmp_path) as processes:
+        deadline = time.monotonic() + TIMEOUT
+        while not (tmp_path / "cut" / "metrics.csv").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        processes[1].kill()
+        assert processes[0].wait(timeout=30) not in (0, 2)
+    cut = contents(tmp_path / "cut")
+    assert len(cut["epochs"]) < 3
+
+    with two_processes(*TINY, "--out", "cut", "--resume", "cut/checkpoint.pt", folder=tmp_path) as processes:
+        codes = [process.wait(timeout=TIMEOUT) for process in processes]
+    assert codes == [0, 0], (tmp_path / "log0").read_text()
+    whole, resumed = contents(tmp_path / "whole"), contents(tmp_path / "cut")
+    for part in ("model", "fused_optimizer"):
+        for name, tensor in whole[part].items():
+            assert torch.equal(tensor, resumed[part][name]), name
+    assert [row["train_loss"] for row in whole["epochs"]] == [row["train_loss"] for row in resumed["epochs"]]
 
 
 WRONG = {
@@ -70,12 +121,9 @@ WRONG = {
 @pytest.fixture
 def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """As torchrun would start a single process here, in a folder with damaged files."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.pt").write_bytes(b"PK\x03\x04 cut short")
     torch.save({"model": {}}, tmp_path / "foreign.pt")
