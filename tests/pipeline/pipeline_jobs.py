@@ -33,9 +33,10 @@ with warnings.catch_warnings():
 
 from jagged_attn import Causal, JaggedMultiHeadAttention, JaggedTargetAttention
 from jagged_attn.jagged_tensor import with_values
-from jagged_attn.pipeline import JaggedBatch
+from jagged_attn.pipeline import JaggedBatch, LayoutStage
 
 CPU = torch.device("cpu")
+Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 # The last of a rank's batches of an epoch has no request on rank 1: 40 · 8 + 1 requests to learn from.
 CONFIG = TrainConfig(
     seed=11,
@@ -52,6 +53,30 @@ def dataset() -> Dataset:
     return replace(log, train=log.train.select(np.arange(321)))
 
 
+def plain_run(data: Dataset, config: TrainConfig) -> tuple[RankingTask, LayoutStage, Optimizers, tuple[float, float]]:
+    """Model, stage, optimisers of the dense part and of the tables, and their highest learning rates."""
+    torch.manual_seed(config.seed)
+    model = RankingModel(data.schema, config.model)
+    tables = list(model.embedding.parameters())
+    dense = [p for p in model.parameters() if all(p is not table for table in tables)]
+    highest = config.learning_rate, config.learning_rate * config.embedding_boost
+    optimizers = (
+        torch.optim.AdamW(dense, highest[0], weight_decay=config.weight_decay),
+        RowWiseAdagrad(tables, highest[1], eps=sharded.ADAGRAD_EPS),
+    )
+    return RankingTask(model, world_size=1), layout_stage(model), optimizers, highest
+
+
+def plain_first_step(data: Dataset) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of the dense part, and the tables' mean squared gradients by row, of the first global batch."""
+    task, stage, _, _ = plain_run(data, CONFIG)
+    batch = next(batches(data.train, data.schema, np.arange(len(data.train)), CONFIG.batch_size, stage))
+    task(batch.to(CPU))[0].backward()
+    gradients = {name: p.grad for name, p in task.named_parameters()}
+    tables = {name: gradients.pop(name).square().mean(1) for name in list(gradients) if ".embedding." in name}
+    return gradients, tables
+
+
 def plain_losses(data: Dataset, config: TrainConfig, parts: int = 1) -> list[float]:
     """The losses of a loop on one process without TorchRec's engines.
 
@@ -60,16 +85,7 @@ def plain_losses(data: Dataset, config: TrainConfig, parts: int = 1) -> list[flo
         config: of the run.
         parts: how many sums each gradient is made of; the result differs by rounding alone.
     """
-    torch.manual_seed(config.seed)
-    model = RankingModel(data.schema, config.model)
-    task, stage = RankingTask(model, world_size=1), layout_stage(model)
-    tables = list(model.embedding.parameters())
-    dense = [p for p in model.parameters() if all(p is not table for table in tables)]
-    highest = config.learning_rate, config.learning_rate * config.embedding_boost
-    optimizers = (
-        torch.optim.AdamW(dense, highest[0], weight_decay=config.weight_decay),
-        RowWiseAdagrad(tables, highest[1], eps=sharded.ADAGRAD_EPS),
-    )
+    task, stage, optimizers, highest = plain_run(data, config)
     steps = config.epochs * -(-len(data.train) // config.batch_size)
     losses: list[float] = []
     for epoch in range(config.epochs):
@@ -136,6 +152,7 @@ def everything(folder: Path) -> dict[str, Any]:
     data = dataset()
     return {
         **_train(data, folder),
+        **_first_step(data, folder),
         **_shardings(data),
         **_empty_histories(data),
         **_stack(),
@@ -158,6 +175,20 @@ def _train(data: Dataset, folder: Path) -> dict[str, Any]:
         "local tables": sorted(trainer._fused_state()),
         "dense parameters": _dense(trainer),
     }
+
+
+def _first_step(data: Dataset, folder: Path) -> dict[str, Any]:
+    """What ``plain_first_step`` returns; row-wise Adagrad's state after one step is the mean squared gradient."""
+    trainer = ShardedTrainer(data, CONFIG, CPU)
+    order = np.arange(len(data.train))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    trainer.pipeline.progress(
+        batches(data.train, data.schema, order, CONFIG.batch_size, trainer.stage, rank, world_size)
+    )
+    trainer.save(folder / "first.pt")
+    sums = torch.load(folder / "first.pt", weights_only=True)["fused_optimizer"]
+    gradients = {name: x.grad.clone() for name, x in trainer.model.named_parameters() if "embedding." not in name}
+    return {"gradients": gradients, "squares": {name.split("/")[0]: x for name, x in sums.items()}}
 
 
 def _pipelined(pipeline: TrainPipelineSparseDist) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_jobs import CONFIG, dataset, evaluate_plainly, plain_losses
+from pipeline_jobs import CONFIG, dataset, evaluate_plainly, plain_first_step, plain_losses
 from torch import Tensor
 
 Results = list[dict[str, Any]]
@@ -29,6 +29,16 @@ def test_the_losses_are_those_of_a_plain_loop_on_the_same_global_batches(
         actual = torch.tensor(rank["losses"], dtype=torch.float64)
         assert actual.shape == losses.shape
         assert ((actual - losses).abs() <= tolerance).all(), ((actual - losses).abs() / tolerance).max()
+
+
+def test_the_gradients_are_those_of_the_whole_global_batch(results: Results) -> None:
+    """Neither AdamW nor Adagrad sees a factor in all gradients, so the losses do not show one."""
+    for kind, wanted in zip(("gradients", "squares"), plain_first_step(dataset()), strict=True):
+        for rank in results:
+            assert rank[kind].keys() == wanted.keys()
+            for name, expected in wanted.items():
+                atol = 1e-5 * expected.abs().max().item()
+                torch.testing.assert_close(rank[kind][name], expected, rtol=1e-4, atol=atol, msg=name)
 
 
 def test_training_lowers_the_loss_on_all_ranks_alike(results: Results) -> None:
