@@ -38,9 +38,9 @@ $(VENV)/.ready: Makefile requirements-dev.txt pyproject.toml
 	$(PIP) --no-deps --editable .
 	touch $@
 
-demo: env ## train on a synthetic click log and on MovieLens-100k, then a tiny Kunlun model
+demo: env ## train on a synthetic click log, one epoch on MovieLens-100k, then a tiny Kunlun model
 	$(PY) examples/train_ranking.py --data synthetic --out out/synthetic
-	$(PY) examples/train_ranking.py --data movielens --out out/movielens
+	$(PY) examples/train_ranking.py --data movielens --epochs 1 --out out/movielens
 	$(PY) examples/train_kunlun.py --tiny --out out/kunlun
 
 results: env ## train all seeds and models of docs/ranking.md
