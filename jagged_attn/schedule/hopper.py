@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..masks import BlockDiagonal, Mask, SlidingWindow
+from .arch import shared_bytes_per_program
 
-# Shared memory of an sm_90 CTA, and of a multiprocessor when two CTAs share it (1 KiB of each is the system's).
-_SHARED_LIMIT = {1: 232_448, 2: 115_712}
+# Shared memory of an sm_90 multiprocessor that the system takes for itself, from each CTA's share.
+_SYSTEM_BYTES = 1024
 # Rows of one wgmma.
 ROWS = 64
 # Barriers take 8 bytes each and come after the tiles; with their alignment no kernel here needs more.
@@ -54,7 +55,8 @@ class ForwardConfig:
         """Why this config does not run such a call; ``None`` if it does."""
         if self.turns and self.groups != 2:
             return f"turns are for two groups, got {self.groups}"
-        needed, limit = self.shared_bytes(head_dim, itemsize), _SHARED_LIMIT[self.ctas_per_processor]
+        needed, alone = self.shared_bytes(head_dim, itemsize), shared_bytes_per_program((9, 0), is_hip=False)
+        limit = (alone + _SYSTEM_BYTES) // self.ctas_per_processor - _SYSTEM_BYTES
         if needed > limit:
             return f"{self} needs {needed} bytes of shared memory, of {limit}"
         return None

@@ -9,6 +9,8 @@ from torch import Tensor
 from ..layout import row_bounds
 
 Side = Literal["q", "kv"]
+# One tile holds any sequence: a table of such tiles is the non-empty sequences in the order of their lengths.
+WHOLE_SEQUENCE = 2**30
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import pytest
 
 from jagged_attn.backends.tlx_hopper import backward_broadcast_q as kernels
-from jagged_attn.backends.tlx_hopper.launch_broadcast_q import TILE_KEYS, _ring_sizes
+from jagged_attn.backends.tlx_hopper.capability import BROADCAST_Q_BLOCK_KV
+from jagged_attn.backends.tlx_hopper.launch_broadcast_q import _ring_sizes
 from jagged_attn.testing.aot import Compilation, Gate, compile_kernel
 
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence", "named_barrier")
@@ -26,7 +27,7 @@ CONFIGURATIONS = [
 
 
 def _signature(rows, dim, dtype):
-    queries, keys = min(rows, 64), f"tensordesc<{dtype}[1, 1, {TILE_KEYS}, {dim}]>"
+    queries, keys = min(rows, 64), f"tensordesc<{dtype}[1, 1, {BROADCAST_Q_BLOCK_KV}, {dim}]>"
     maps = {
         "desc_q": f"tensordesc<{dtype}[{queries}, {dim}]>",
         **dict.fromkeys(("desc_k", "desc_v", "desc_dk", "desc_dv"), keys),
@@ -42,7 +43,7 @@ def test_main_kernel(config):
     rows, dim, dtype, act, spills = config
     constants = {"H": 4, "D": dim, "DYNAMIC": True, "SCALES_OUT": False, "ACT": act, "FAST_TANH": True}
     kernel = kernels.backward_64 if rows <= 64 else kernels.backward_128
-    values = constants | _ring_sizes(rows, dim)
+    values = constants | _ring_sizes(rows, dim) | ({"ROWS": rows} if rows <= 64 else {})
     wanted = Compilation(f"{rows} D{dim} {dtype} {act}", kernel, _signature(rows, dim, dtype), values, 90)
     gate = Gate(warps=12, spills=spills, registers=(240,), contains=_HOPPER, lacks=("cp_async",))
     violations = gate.violations(compile_kernel(wanted))

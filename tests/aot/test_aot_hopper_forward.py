@@ -116,6 +116,7 @@ def test_every_other_combination_passes_its_gate(case: Case) -> None:
 def test_the_schedule_counts_the_shared_memory(case: Case) -> None:
     """What ``ForwardConfig`` counts before a launch is what the compiler takes, but for its own scratch memory."""
     assert abs(_compiled(case).shared - case.config.shared_bytes(case.dim, 2)) <= 1024
+    assert case.config.refusal(case.dim, 2) is None
 
 
 def test_every_shipped_configuration_is_among_the_cases() -> None:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from jagged_attn import functional
 from jagged_attn.activations import ELEMENTWISE
 from jagged_attn.backends import reference
 from jagged_attn.backends.base import Arch, Geometry
 from jagged_attn.backends.tlx_hopper import capability, launch_backward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, Mask, SlidingWindow
-from jagged_attn.schedule.tiles import tile_table
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator import Schedule
 from jagged_attn.testing.emulator.launches import emulated_launches
@@ -72,11 +72,9 @@ def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def _tables(case: "Case", tensors: dict[str, torch.Tensor], geometry: Geometry) -> tuple[torch.Tensor, ...]:
-    sides = {"q": (geometry.offsets_q, tensors["q"].shape[0]), "kv": (geometry.offsets_kv, tensors["k"].shape[0])}
-    return tuple(
-        tile_table(sides[r.rows][0], sides[r.cost][0], sides[r.rows][1], sides[r.cost][1], r.block, r.skip)
-        for r in capability.table_requests(case.spec, Arch("cuda", (9, 0)))[1:]
-    )
+    requests = capability.table_requests(case.spec, Arch("cuda", (9, 0)))[1:]
+    rows = tensors["q"].shape[0], tensors["k"].shape[0]
+    return tuple(functional._tables(requests, *rows, geometry.offsets_q, geometry.offsets_kv))
 
 
 def _run(

@@ -45,7 +45,7 @@ class Problem:
         """The gradients from ``ctas`` CTAs a head, with ``changes`` to the arguments of the host function."""
         x = self.inputs
         offsets, rows = x.layout_kv.offsets, x.k.shape[0]
-        table = tile_table(offsets, offsets, rows, rows, launch.TILE_KEYS)
+        table = tile_table(offsets, offsets, rows, rows, launch.BROADCAST_Q_BLOCK_KV)
         arguments = {
             **{name: getattr(x, name) for name in ("dout", "q", "k", "v")},
             "out": self.out,

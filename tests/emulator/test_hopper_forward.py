@@ -5,30 +5,23 @@ import torch
 
 from jagged_attn import BlockDiagonal, Causal, Full, SlidingWindow
 from jagged_attn.backends import reference
-from jagged_attn.backends.base import Geometry
+from jagged_attn.backends.base import Arch, Geometry
 from jagged_attn.backends.tlx_hopper import launch_forward
 from jagged_attn.backends.tlx_hopper.capability import table_requests
-from jagged_attn.schedule.tiles import tile_table
+from jagged_attn.functional import _tables
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
 from jagged_attn.testing.emulator.run import Launch
 from jagged_attn.testing.emulator.schedules import Schedule
 
+HOPPER = Arch("cuda", (9, 0))
 LENGTHS = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0)
 OTHERS = (5, 0, 64, 129, 300, 1, 128, 0, 65, 2)
 
 
 def _offsets(lengths):
     return torch.tensor([0, *lengths]).cumsum(0)
-
-
-def _tables(spec, offsets_q, offsets_kv, rows_q, rows_kv):
-    sides = {"q": (offsets_q, rows_q), "kv": (offsets_kv, rows_kv)}
-    return tuple(
-        tile_table(sides[r.rows][0], sides[r.cost][0], sides[r.rows][1], sides[r.cost][1], r.block, r.skip)
-        for r in table_requests(spec, None)
-    )
 
 
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
@@ -45,7 +38,7 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
         kind, dtype, *heads, dim, dim, mask or Full(), (activation,), dim**-0.5,
         1.0 if activation == "softmax" else 0.5, False,
     )  # fmt: skip
-    tables = _tables(spec, offsets_q, offsets_kv, rows_q, rows_kv)
+    tables = tuple(_tables(table_requests(spec, HOPPER), rows_q, rows_kv, offsets_q, offsets_kv))
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
     launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"), scratch=("slots",))
     with emulated_launches(launch):

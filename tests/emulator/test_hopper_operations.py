@@ -8,27 +8,16 @@ import torch
 from jagged_attn.backends import reference
 from jagged_attn.backends.base import Arch, Geometry
 from jagged_attn.backends.tlx_hopper import capability, launch, launch_backward, launch_broadcast_q, launch_forward
+from jagged_attn.functional import _tables
 from jagged_attn.masks import Causal, Full
-from jagged_attn.schedule.tiles import tile_table
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
 from jagged_attn.testing.emulator.run import Launch
 from jagged_attn.testing.emulator.schedules import Schedule
-from jagged_attn.testing.inputs import AttentionInputs, attention_inputs
+from jagged_attn.testing.inputs import attention_inputs
 
 HOPPER = Arch("cuda", (9, 0))
-
-
-def tables(spec: AttentionSpec, inputs: AttentionInputs) -> tuple[torch.Tensor, ...]:
-    """What the functional layer would make of ``table_requests``."""
-    sides = {"kv": (inputs.layout_kv.offsets, inputs.k.shape[0])}
-    if inputs.layout_q is not None:
-        sides["q"] = inputs.layout_q.offsets, inputs.q.shape[0]
-    return tuple(
-        tile_table(sides[r.rows][0], sides[r.cost][0], sides[r.rows][1], sides[r.cost][1], r.block, r.skip)
-        for r in capability.table_requests(spec, HOPPER)
-    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -42,7 +31,9 @@ def test_both_operations(num_queries: int | None, deterministic: bool, monkeypat
     spec = AttentionSpec(kind, torch.bfloat16, 2, 2, 64, 64, mask, ("softmax",), 0.125, 1.0, deterministic)
     assert capability.supports(spec, HOPPER) in (None, capability.NO_TLX)
     offsets_q = None if inputs.layout_q is None else inputs.layout_q.offsets
-    geometry = Geometry(offsets_q, inputs.layout_kv.offsets, tables(spec, inputs))
+    requests, offsets_kv = capability.table_requests(spec, HOPPER), inputs.layout_kv.offsets
+    tables = _tables(requests, inputs.q.shape[0], inputs.k.shape[0], offsets_q, offsets_kv)
+    geometry = Geometry(offsets_q, offsets_kv, tuple(tables))
     for module in (launch_forward, launch_backward, launch_broadcast_q):
         monkeypatch.setattr(module, "num_processors", lambda device: 2)
     with emulated_launches(Launch(Schedule("random", 0), HOUSE_RULES, arch=90, scratch=("slots",))):

@@ -29,21 +29,35 @@ def ragged(start, length, row, column):
 
 
 @triton.jit
-def publish(slots, item_full, item_empty, turn, item):
-    """Hand ``item``, or -1 for the end, to the other roles; ``turn`` counts the items of this CTA."""
+def slot_of(slots, buf, WIDTH: tl.constexpr):
+    """Where this CTA's numbers of a buffer of the hand-out's ring are."""
+    return slots + (tl.program_id(0) * 2 + buf) * WIDTH
+
+
+@triton.jit
+def publish(slots, item_full, item_empty, turn, numbers, WIDTH: tl.constexpr):
+    """Hand an item to the other roles as up to WIDTH ``numbers``; ``turn`` counts the items of this CTA."""
     buf, phase = ring(turn, 2)
     tlx.barrier_wait(item_empty[buf], phase ^ 1)
-    tl.store(slots + tl.program_id(0) * 2 + buf, item)
+    slot = slot_of(slots, buf, WIDTH)
+    for i in tl.static_range(len(numbers)):
+        tl.store(slot + i, numbers[i])
     tlx.barrier_arrive(item_full[buf], 1)
 
 
 @triton.jit
-def receive(slots, item_full, item_empty, turn):
-    """The item that ``publish`` handed out at this turn."""
+def open_slot(slots, item_full, turn, WIDTH: tl.constexpr):
+    """Where the numbers of this turn's item are, once they are there; the reader's until it frees ``item_empty``."""
     buf, phase = ring(turn, 2)
     tlx.barrier_wait(item_full[buf], phase)
-    item = tl.load(slots + tl.program_id(0) * 2 + buf, volatile=True)
-    tlx.barrier_arrive(item_empty[buf], 1)
+    return slot_of(slots, buf, WIDTH)
+
+
+@triton.jit
+def receive(slots, item_full, item_empty, turn):
+    """The item that ``publish`` handed out at this turn as a single number."""
+    item = tl.load(open_slot(slots, item_full, turn, 1), volatile=True)
+    tlx.barrier_arrive(item_empty[turn % 2], 1)
     return item
 
 

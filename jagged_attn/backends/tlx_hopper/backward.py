@@ -14,12 +14,15 @@ import triton
 import triton.language as tl
 
 from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import next_item, ragged, ring
+from .._jit.rings import next_item, open_slot, publish, ragged, ring, slot_of
 from .._jit.scores import LOG2E, activate, derivative, mask_kind, mask_opens, query_range
 from .._jit.tlx import tlx
 
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
+
+# Numbers that the load role hands over with an item.
+_SLOT = tl.constexpr(8)
 
 
 @triton.jit
@@ -139,28 +142,9 @@ def _item(item, items, table, offsets_q, offsets_kv, num_sequences, total_q, tot
 
 
 @triton.jit
-def _publish(slots, item_full, item_empty, turn, kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key):
-    """Hand a work item to the gradient groups: eight numbers in global memory, which every thread can read."""
-    buf, phase = ring(turn, 2)
-    tlx.barrier_wait(item_empty[buf], phase ^ 1)
-    slot = slots + (tl.program_id(0) * 2 + buf) * 8
-    tl.store(slot, kv_head)
-    tl.store(slot + 1, start_q)
-    tl.store(slot + 2, len_q)
-    tl.store(slot + 3, begin)
-    tl.store(slot + 4, tiles)
-    tl.store(slot + 5, start_kv)
-    tl.store(slot + 6, len_kv)
-    tl.store(slot + 7, first_key)
-    tlx.barrier_arrive(item_full[buf], 1)
-
-
-@triton.jit
 def _receive_queries(slots, item_full, turn):
     """Key head, and where the queries of this turn's item are."""
-    buf, phase = ring(turn, 2)
-    tlx.barrier_wait(item_full[buf], phase)
-    slot = slots + (tl.program_id(0) * 2 + buf) * 8
+    slot = open_slot(slots, item_full, turn, _SLOT)
     return (
         tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
         tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True),
@@ -170,7 +154,7 @@ def _receive_queries(slots, item_full, turn):
 @triton.jit
 def _receive_keys(slots, turn):
     """Where the keys of this turn's item are. The slot stays ours until ``item_empty``."""
-    slot = slots + (tl.program_id(0) * 2 + turn % 2) * 8
+    slot = slot_of(slots, turn % 2, _SLOT)
     return tl.load(slot + 5, volatile=True), tl.load(slot + 6, volatile=True), tl.load(slot + 7, volatile=True)
 
 
@@ -189,7 +173,10 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
     kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block = _item(
         tl.program_id(0), items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv, KV_HEADS, BM, BN, MASK
     )  # fmt: skip
-    _publish(slots, item_full, item_empty, turn, kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key)
+    publish(
+        slots, item_full, item_empty, turn,
+        (kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key), _SLOT,
+    )  # fmt: skip
     while tiles > 0:
         next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key, next_block = (
             kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block,
@@ -234,9 +221,9 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
                     next_item(counter), items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv,
                     KV_HEADS, BM, BN, MASK,
                 )  # fmt: skip
-                _publish(
-                    slots, item_full, item_empty, turn + 1, next_head, next_q, next_len_q, next_begin, next_tiles,
-                    next_kv, next_len_kv, next_key,
+                publish(
+                    slots, item_full, item_empty, turn + 1,
+                    (next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key), _SLOT,
                 )  # fmt: skip
             count += 1
         turn += 1

@@ -55,7 +55,7 @@ def _run(table, offsets, tile, end, num_sequences, total_kv):
 def _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H: tl.constexpr):
     """Hand a chunk, or the end, to the groups, and return its entries ``[tile, end)``."""
     tile = chunk * chunk_tiles
-    publish(control + H + 1, chunk_full, chunk_empty, turn, tl.where(tile < entries, chunk, -1))
+    publish(control + H + 1, chunk_full, chunk_empty, turn, (tl.where(tile < entries, chunk, -1),), 1)
     return tile, tl.minimum(tile + chunk_tiles, entries)
 
 

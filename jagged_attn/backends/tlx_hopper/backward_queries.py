@@ -46,7 +46,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, table, counter, slots, offsets_q, off
         b, first_query = entry_of(table, item, H)
     # The table ends with entries of -1.
     while b >= 0:
-        publish(slots, item_full, item_empty, turn, item)
+        publish(slots, item_full, item_empty, turn, (item,), 1)
         start_kv, len_kv, begin, tiles = _keys(
             b, first_query, offsets_q, offsets_kv, num_sequences, total_q, total_kv, BM, BN, MASK
         )
@@ -73,7 +73,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, table, counter, slots, offsets_q, off
         b = b * 0 - 1
         if item < items:
             b, first_query = entry_of(table, item, H)
-    publish(slots, item_full, item_empty, turn, -1)
+    publish(slots, item_full, item_empty, turn, (-1,), 1)
 
 
 @triton.jit

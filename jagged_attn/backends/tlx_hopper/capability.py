@@ -9,13 +9,11 @@ import torch
 from ...activations import SOFTMAX
 from ...masks import Full
 from ...schedule.hopper import forward_config
-from ...schedule.tiles import TableRequest
+from ...schedule.tiles import WHOLE_SEQUENCE, TableRequest
 from ...spec import AttentionSpec
 from ..base import Arch
 
 HEAD_DIMS = (64, 128)
-# One tile holds any sequence: a table of such tiles is the non-empty sequences in the order of their lengths.
-WHOLE_SEQUENCE = 2**30
 BROADCAST_Q_BLOCK_KV = 64
 # Tiles of dK and dV, and of dQ where that is a kernel of its own.
 BLOCK_Q, BLOCK_KV = 64, 128

@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 
 from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import next_item, ragged, ring
+from .._jit.rings import next_item, open_slot, publish, ragged, ring
 from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_kind, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
 
 _ROWS = tl.constexpr(64)
+# Numbers that the load role hands over with an item, at most.
+_SLOT = tl.constexpr(8)
 # The groups take turns at issuing products, so that one works on scores while the tensor cores work for the other.
 _TURN_OF_0 = tl.constexpr(9)
 _TURN_OF_1 = tl.constexpr(10)
@@ -58,27 +60,9 @@ def _tile(item, table, offsets_q, offsets_kv, max_entries, num_sequences, num_qu
 
 
 @triton.jit
-def _publish(slots, item_full, item_empty, turn, head, start_out, len_q, first_row, len_kv, lo, blocks):
-    """Hand a work item to the consumer groups: eight numbers in global memory, which every thread can read."""
-    buf, phase = ring(turn, 2)
-    tlx.barrier_wait(item_empty[buf], phase ^ 1)
-    slot = slots + (tl.program_id(0) * 2 + buf) * 8
-    tl.store(slot, head)
-    tl.store(slot + 1, start_out)
-    tl.store(slot + 2, len_q)
-    tl.store(slot + 3, first_row)
-    tl.store(slot + 4, len_kv)
-    tl.store(slot + 5, lo)
-    tl.store(slot + 6, blocks)
-    tlx.barrier_arrive(item_full[buf], 1)
-
-
-@triton.jit
 def _receive(slots, item_full, item_empty, turn):
-    """What ``_publish`` handed out at this turn."""
-    buf, phase = ring(turn, 2)
-    tlx.barrier_wait(item_full[buf], phase)
-    slot = slots + (tl.program_id(0) * 2 + buf) * 8
+    """What the load role published at this turn."""
+    slot = open_slot(slots, item_full, turn, _SLOT)
     head = tl.load(slot, volatile=True)
     start_out = tl.load(slot + 1, volatile=True)
     len_q = tl.load(slot + 2, volatile=True)
@@ -86,7 +70,7 @@ def _receive(slots, item_full, item_empty, turn):
     len_kv = tl.load(slot + 4, volatile=True)
     lo = tl.load(slot + 5, volatile=True)
     blocks = tl.load(slot + 6, volatile=True)
-    tlx.barrier_arrive(item_empty[buf], 1)
+    tlx.barrier_arrive(item_empty[turn % 2], 1)
     return head, start_out, len_q, first_row, len_kv, lo, blocks
 
 
@@ -120,7 +104,9 @@ def load(desc_q, desc_k, desc_v, table, offsets_q, offsets_kv, counter, slots, m
         tl.program_id(0), table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries, total_kv, query_tiles,
         H, BN, _ROWS * GROUPS, MASK, BROADCAST_Q,
     )  # fmt: skip
-    _publish(slots, item_full, item_empty, turn, head, start_out, len_q, first_row, len_kv, lo, blocks)
+    publish(
+        slots, item_full, item_empty, turn, (head, start_out, len_q, first_row, len_kv, lo, blocks), _SLOT
+    )  # fmt: skip
     while blocks > 0:
         next_head, next_q, next_len_q, next_row, next_kv, next_len_kv, next_lo, next_blocks = (
             head, start_q, len_q, first_row, start_kv, len_kv, lo, blocks,
@@ -149,9 +135,9 @@ def load(desc_q, desc_k, desc_v, table, offsets_q, offsets_kv, counter, slots, m
                     next_item(counter), table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries,
                     total_kv, query_tiles, H, BN, _ROWS * GROUPS, MASK, BROADCAST_Q,
                 )  # fmt: skip
-                _publish(
+                publish(
                     slots, item_full, item_empty, turn + 1,
-                    next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks,
+                    (next_head, next_out, next_len_q, next_row, next_len_kv, next_lo, next_blocks), _SLOT,
                 )  # fmt: skip
         turn += 1
         head, start_q, len_q, first_row, start_kv, len_kv, lo, blocks = (

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...masks import Full
 from ...schedule.arch import num_processors
@@ -28,6 +29,8 @@ _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
 # Counters of work are 16 bytes apart, as aligned as the tensors that Triton compiles for.
 _COUNTERS, _APART = 4, 4
+# Numbers that `backward_kv` hands over with an item.
+_KEYS_SLOT = 8
 
 
 @dataclass(frozen=True)
@@ -171,42 +174,42 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
 def _launch_keys(
     call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor
 ) -> None:
-    spec, dim = call.spec, call.spec.head_dim
-    items = table.shape[0] * spec.num_kv_heads
-    programs = min(num_processors(call.q.device), items)
-    slots = table.new_empty(16 * programs)
-    kernel.launch(
-        programs,
-        (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
-        (*call.sizes, items),
-        (spec.scale, spec.out_scale),
-        (
-            ragged_map(call.q, BLOCK_Q, dim),
-            ragged_map(call.k, BLOCK_KV, dim),
-            ragged_map(call.v, BLOCK_KV, dim),
-            ragged_map(call.dout, BLOCK_Q, dim),
-            ragged_map(dq_sum, BLOCK_Q, dim // 2),
-            ragged_map(call.dk, BLOCK_KV // 2, dim),
-            ragged_map(call.dv, BLOCK_KV // 2, dim),
-        ),
+    dim = call.spec.head_dim
+    maps = (
+        ragged_map(call.q, BLOCK_Q, dim),
+        ragged_map(call.k, BLOCK_KV, dim),
+        ragged_map(call.v, BLOCK_KV, dim),
+        ragged_map(call.dout, BLOCK_Q, dim),
+        ragged_map(dq_sum, BLOCK_Q, dim // 2),
+        ragged_map(call.dk, BLOCK_KV // 2, dim),
+        ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, _KEYS_SLOT, maps)
 
 
 def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter: Tensor) -> None:
-    spec, dim, table = call.spec, call.spec.head_dim, call.tables[1]
-    items = table.shape[0] * spec.num_heads
+    dim, table = call.spec.head_dim, call.tables[1]
+    maps = (
+        ragged_map(call.q, BLOCK_Q, dim),
+        ragged_map(call.k, _BLOCK_KEYS, dim),
+        ragged_map(call.v, _BLOCK_KEYS, dim),
+        ragged_map(call.dout, BLOCK_Q, dim),
+        ragged_map(call.dq, BLOCK_Q, dim),
+    )
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_heads, stats, counter, 1, maps)
+
+
+def _launch_items(
+    call: _Call, kernel: PreparedKernel, table: Tensor, items: int, stats: Tensor, counter: Tensor, slot: int,
+    maps: tuple[TensorDescriptor, ...],
+) -> None:  # fmt: skip
+    """Launch a kernel whose CTAs take items from ``counter``, each passed on as ``slot`` numbers, two ahead."""
     programs = min(num_processors(call.q.device), items)
-    slots = table.new_empty(2 * programs)
+    slots = table.new_empty(2 * slot * programs)
     kernel.launch(
         programs,
         (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
         (*call.sizes, items),
-        (spec.scale, spec.out_scale),
-        (
-            ragged_map(call.q, BLOCK_Q, dim),
-            ragged_map(call.k, _BLOCK_KEYS, dim),
-            ragged_map(call.v, _BLOCK_KEYS, dim),
-            ragged_map(call.dout, BLOCK_Q, dim),
-            ragged_map(call.dq, BLOCK_Q, dim),
-        ),
+        (call.spec.scale, call.spec.out_scale),
+        maps,
     )

@@ -12,13 +12,11 @@ from ...spec import AttentionSpec
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_gradients
 from .backward_broadcast_q import backward_64, backward_128, prepare, reduce_parts
+from .capability import BROADCAST_Q_BLOCK_KV
 from .descriptors import for_tma, matrix_map, ragged_map
 
 # More shared queries than this are for the general kernels.
 MAX_QUERIES = 128
-MASKS = ("full",)
-# Rows of the key tile table's tiles.
-TILE_KEYS = 64
 # Entries of a chunk. On an H200, 4 took 4 % longer and 2 took 21 %: dO is loaded anew for each chunk.
 _CHUNK_TILES = 8
 _LOG2E = 1.4426950408889634
@@ -47,7 +45,7 @@ def backward(
         lse: likewise; not read unless the activation is a softmax.
         geometry: of the keys.
         spec: of the call.
-        table: tile table of the keys, ``TILE_KEYS`` rows a tile.
+        table: tile table of the keys, ``BROADCAST_Q_BLOCK_KV`` rows a tile.
     """
     dq, dk, dv = new_gradients(q, k, v)
     # Without a query or without a key all of them are 0; without a sequence there is no dO to point a map at.
@@ -132,11 +130,11 @@ def _launch(
         (spec.scale * (_LOG2E if is_softmax else 1.0), spec.scale * spec.out_scale, spec.out_scale),
         (
             matrix_map(q, num_queries, heads * dim, block, dim),
-            ragged_map(k, TILE_KEYS, dim),
-            ragged_map(v, TILE_KEYS, dim),
+            ragged_map(k, BROADCAST_Q_BLOCK_KV, dim),
+            ragged_map(v, BROADCAST_Q_BLOCK_KV, dim),
             ragged_map(dout, block, dim),
-            ragged_map(dk, TILE_KEYS, dim),
-            ragged_map(dv, TILE_KEYS, dim),
+            ragged_map(dk, BROADCAST_Q_BLOCK_KV, dim),
+            ragged_map(dv, BROADCAST_Q_BLOCK_KV, dim),
             matrix_map(workspace, workspace.shape[0], width, dim if rows == 32 else block, width),
         ),
     )
@@ -155,5 +153,5 @@ def _ring_sizes(rows: int, dim: int) -> dict[str, Any]:
     if rows == 128:
         return {"STAGES": 2 if dim == 128 else 6}
     if dim == 128:
-        return {"ROWS": rows, "STAGES": 6 if rows == 32 else 4, "DO_STAGES": 2 if rows == 32 else 3, "DV_FIRST": False}
-    return {"ROWS": rows, "STAGES": 8, "DO_STAGES": 4, "DV_FIRST": True}
+        return {"STAGES": 6 if rows == 32 else 4, "DO_STAGES": 2 if rows == 32 else 3, "DV_FIRST": False}
+    return {"STAGES": 8, "DO_STAGES": 4, "DV_FIRST": True}

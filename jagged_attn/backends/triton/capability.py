@@ -6,13 +6,11 @@ from importlib.util import find_spec
 import torch
 
 from ...schedule.choose import TritonConfigs, triton_configs
-from ...schedule.tiles import TableRequest
+from ...schedule.tiles import WHOLE_SEQUENCE, TableRequest
 from ...spec import AttentionSpec
 from ..base import Arch
 
 MAX_HEAD_DIM = 256
-# One tile holds any sequence: a table of such tiles is the non-empty sequences in the order of their lengths.
-WHOLE_SEQUENCE = 2**30
 
 
 def is_interpreted() -> bool:
