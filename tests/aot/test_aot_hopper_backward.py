@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from jagged_attn.backends.tlx_hopper.backward import backward_kv, finish_dq, prepare_backward
+from jagged_attn.backends._jit.backward_rows import finish_dq, prepare_backward
+from jagged_attn.backends.tlx_hopper.backward import backward_kv
 from jagged_attn.backends.tlx_hopper.backward_queries import backward_q
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
 from jagged_attn.testing.aot import Compilation, Gate, compile_kernel

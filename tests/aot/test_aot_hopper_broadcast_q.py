@@ -2,6 +2,7 @@
 
 import pytest
 
+from jagged_attn.backends._jit.backward_shared import prepare_shared, reduce_parts
 from jagged_attn.backends.tlx_hopper import backward_broadcast_q as kernels
 from jagged_attn.backends.tlx_hopper.capability import BROADCAST_Q_BLOCK_KV
 from jagged_attn.backends.tlx_hopper.launch_broadcast_q import _ring_sizes
@@ -55,11 +56,11 @@ def test_prepare(act):
     signature = {"do": "*bf16", "out": "*bf16", "lse": "*fp32", "stats": "*fp32", "table": "*i32", "control": "*i32"}
     signature |= dict.fromkeys(("num_sequences", "num_queries", "max_tiles", "do_row"), "i32") | {"scale": "fp32"}
     constants = {"H": 4, "D": 128, "ROWS": 128, "BLOCK": 64, "ACT": act}
-    assert not Gate().violations(compile_kernel(Compilation("prepare", kernels.prepare, signature, constants, 90)))
+    assert not Gate().violations(compile_kernel(Compilation("prepare", prepare_shared, signature, constants, 90)))
 
 
 @pytest.mark.parametrize("rows", [32, 128])
 def test_reduce_parts(rows):
     signature = {"parts": "*fp32", "dq": "*bf16", "num_parts": "i32", "num_queries": "i32"}
     constants = {"H": 4, "D": 128, "ROWS": rows, "TRANSPOSED": rows == 32, "PARTS": 32, "BLOCK": 64}
-    assert not Gate().violations(compile_kernel(Compilation("reduce", kernels.reduce_parts, signature, constants, 90)))
+    assert not Gate().violations(compile_kernel(Compilation("reduce", reduce_parts, signature, constants, 90)))

@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs
-"""Backward kernels of self and cross attention for Hopper: prepare, the gradients, and dQ's way out.
+"""The backward kernel of self and cross attention for Hopper; ``_jit.backward_rows`` has what comes before and after.
 
 ``backward_kv`` keeps a tile of 128 keys, streams the queries that see it, and adds each query tile's share of dQ to an
-fp32 sum in global memory. ``prepare_backward`` zeroes that sum and lays out what the softmax needs a query row;
-``finish_dq`` rounds the sum. Which tile adds first is not repeatable: ``backward_queries`` is there for calls that must
+fp32 sum in global memory. Which tile adds first is not repeatable: ``backward_queries`` is there for calls that must
 be. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta
 handed in is divided by it, and dQ, dK and dV are multiplied by it once.
 
@@ -13,149 +12,22 @@ handed in is divided by it, and dQ, dK and dV are multiplied by it once.
 import triton
 import triton.language as tl
 
-from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import next_item, open_slot, publish, ragged, ring, slot_of
-from .._jit.scores import LOG2E, activate, derivative, mask_kind, mask_opens, query_range
+from .._jit.backward_rows import (
+    ITEM_SLOT,
+    first_query_of,
+    key_item,
+    masked,
+    query_head,
+    query_ranges,
+    receive_keys,
+    receive_queries,
+)  # fmt: skip
+from .._jit.rings import next_item, publish, ragged, ring
+from .._jit.scores import LOG2E, activate, derivative, mask_kind
 from .._jit.tlx import tlx
 
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
-
-# Numbers that the load role hands over with an item.
-_SLOT = tl.constexpr(8)
-
-
-@triton.jit
-def first_block(start, b, BLOCK: tl.constexpr):
-    """Number of the first row block of sequence ``b`` in the row statistics.
-
-    Sequences are padded to whole blocks, so that a block is one aligned copy. This leaves each sequence, empty ones
-    too, at least one block more than its whole blocks; blocks in between are padding.
-    """
-    return (start.to(tl.int64) + b.to(tl.int64) * BLOCK) // BLOCK
-
-
-@triton.jit
-def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
-    """The sequence, or B for the rows of none, to which a block of the row statistics belongs, by bisection."""
-    low = num_sequences * 0
-    high = num_sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        start, _ = sequence_rows(offsets_q, middle, num_sequences, total_q)
-        if first_block(start, middle, BLOCK) <= block:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv"])
-def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets_kv, num_sequences, total_q, total_kv,
-                     dout_row, inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-                     SOFTMAX: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
-    """Zero the counters; write each query row's lse (base 2) and delta / out_scale.
-
-    ZERO says where the sum of dQ is zeroed: ``"all"``, ``"keyless"``, the rows that no key tile is the first to reach,
-    or ``"none"``.
-
-    One program for each block and head of ``stats [blocks, H, 2, BM]``. Rows past the end of a sequence, and rows that
-    see no key, get lse = +inf and delta = 0: their scores' exponentials are 0 whatever the score.
-    """
-    head = tl.program_id(0) % H
-    block = tl.program_id(0) // H
-    if tl.program_id(0) == 0:
-        tl.store(counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
-    b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
-    start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
-    in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
-    row_ok = (in_sequence >= 0) & (in_sequence < length)
-    rows = start + in_sequence
-    columns = tl.arange(0, D)[None, :]
-    if ZERO != "none":
-        untouched = row_ok
-        if ZERO == "keyless":
-            _, len_kv = partner_rows(offsets_kv, b, num_sequences, total_kv)
-            untouched = row_ok & (len_kv == 0)
-        sums = dq_sum + ((rows * H + head) * D)[:, None] + columns
-        tl.store(sums, tl.zeros([BM, D], tl.float32), mask=untouched[:, None])
-    if SOFTMAX:
-        # Rows of no sequence have no keys.
-        row_ok = row_ok & (b < num_sequences)
-        dout_tile = tl.load(dout + (rows * dout_row + head * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
-        out_tile = tl.load(out + ((rows * H + head) * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
-        delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1) * inverse_out_scale
-        row_lse = tl.load(lse + rows * H + head, mask=row_ok, other=float("inf")) * LOG2E
-        seen = row_lse != float("-inf")
-        to = stats + (block.to(tl.int64) * H + head) * (2 * BM) + tl.arange(0, BM)
-        tl.store(to, tl.where(seen, row_lse, float("inf")))
-        tl.store(to + BM, tl.where(seen, delta, 0.0))
-
-
-@triton.jit(do_not_specialize=["total_q"])
-def finish_dq(dq_sum, dq, total_q, factor, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """dQ from its fp32 sum; both have ``total_q`` rows of WIDTH numbers."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ok = index < tl.cast(total_q, tl.int64) * WIDTH
-    total = tl.load(dq_sum + index, mask=ok, other=0.0)
-    tl.store(dq + index, (total * factor).to(dq.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def entry_of(table, item, KV_HEADS: tl.constexpr):
-    """Sequence and first key of a work item."""
-    entry = table + 2 * (item // KV_HEADS)
-    return tl.load(entry), tl.load(entry + 1)
-
-
-@triton.jit
-def _item(item, items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv, KV_HEADS: tl.constexpr,
-          BM: tl.constexpr, BN: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Where the rows of a work item are, and which queries see its keys.
-
-    Returns:
-        Key head; start and rows of the queries, the first that the keys visit, and the tiles of them a head, which is
-        the one count that all roles agree on; start and rows of the keys, and the first of the tile. There is at least
-        one tile, which may hold nothing: sums of no tiles would need branches around products in flight. Past the last
-        item there is none.
-    """
-    entry = table + 2 * (item // KV_HEADS)
-    named = item < items
-    b = tl.load(entry, mask=named, other=-1)
-    first_key = tl.load(entry + 1, mask=named, other=0)
-    sequence = tl.maximum(b, 0)
-    start_q, len_q = partner_rows(offsets_q, sequence, num_sequences, total_q)
-    start_kv, len_kv = sequence_rows(offsets_kv, sequence, num_sequences, total_kv)
-    begin = len_q * 0
-    end = len_q
-    if mask_kind(MASK) != "full":
-        begin, _ = query_range(first_key, len_q, len_kv, MASK)
-        begin = begin // BM * BM
-        _, end = query_range(tl.minimum(first_key + BN, len_kv) - 1, len_q, len_kv, MASK)
-    tiles = tl.where(b < 0, 0, tl.maximum((end - begin + BM - 1) // BM, 1))
-    # The block of the row statistics, too: it needs the sequence's number.
-    block = first_block(start_q, sequence, BM) + begin // BM
-    return (
-        item % KV_HEADS, start_q.to(tl.int32), len_q, begin, tiles, start_kv.to(tl.int32), len_kv, first_key,
-        block.to(tl.int32),
-    )  # fmt: skip
-
-
-@triton.jit
-def _receive_queries(slots, item_full, turn):
-    """Key head, and where the queries of this turn's item are."""
-    slot = open_slot(slots, item_full, turn, _SLOT)
-    return (
-        tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
-        tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True),
-    )  # fmt: skip
-
-
-@triton.jit
-def _receive_keys(slots, turn):
-    """Where the keys of this turn's item are. The slot stays ours until ``item_empty``."""
-    slot = slot_of(slots, turn % 2, _SLOT)
-    return tl.load(slot + 5, volatile=True), tl.load(slot + 6, volatile=True), tl.load(slot + 7, volatile=True)
 
 
 @triton.jit
@@ -170,12 +42,12 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
     TILE_BYTES: tl.constexpr = BM * D * BYTES + (BM * 4 if SOFTMAX else 0)
     count = 0
     turn = 0
-    kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block = _item(
+    kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block = key_item(
         tl.program_id(0), items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv, KV_HEADS, BM, BN, MASK
     )  # fmt: skip
     publish(
         slots, item_full, item_empty, turn,
-        (kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key), _SLOT,
+        (kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key), ITEM_SLOT,
     )  # fmt: skip
     while tiles > 0:
         next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key, next_block = (
@@ -217,42 +89,19 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, table, counter, slots, off
                 tlx.async_descriptor_load(desc_v, v_tile[0], [v0, v1, v2, v3], v_full[0])
                 (
                     next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key, next_block,
-                ) = _item(
+                ) = key_item(
                     next_item(counter), items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv,
                     KV_HEADS, BM, BN, MASK,
                 )  # fmt: skip
                 publish(
                     slots, item_full, item_empty, turn + 1,
-                    (next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key), _SLOT,
+                    (next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key), ITEM_SLOT,
                 )  # fmt: skip
             count += 1
         turn += 1
         kv_head, start_q, len_q, begin, tiles, start_kv, len_kv, first_key, block = (
             next_head, next_q, next_len_q, next_begin, next_tiles, next_kv, next_len_kv, next_key, next_block,
         )  # fmt: skip
-
-
-@triton.jit
-def _query_ranges(first_key, len_q, len_kv, KEYS: tl.constexpr, MASK: tl.constexpr):
-    """The queries ``[lo, hi)`` that see each of some keys, and ``[all_lo, all_hi)``, which see all of them."""
-    lo, hi = query_range(first_key + tl.arange(0, KEYS), len_q, len_kv, MASK)
-    all_lo, _ = query_range(first_key + (KEYS - 1), len_q, len_kv, MASK)
-    _, all_hi = query_range(first_key, len_q, len_kv, MASK)
-    return lo, hi, all_lo, all_hi
-
-
-@triton.jit
-def masked(x, first, lo, hi, AXIS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr):
-    """``x``, 0 where an index on one side, ``first`` and the BLOCK - 1 next along AXIS, is not in a range ``[lo, hi)``.
-
-    SIDE 0: ranges of keys; 1: of queries. Ends that are the sequence's need no test.
-    """
-    i = tl.expand_dims(first + tl.arange(0, BLOCK), 1 - AXIS)
-    if not mask_opens(MASK, SIDE):
-        x = tl.where(i >= tl.expand_dims(lo, AXIS), x, 0.0)
-    if not mask_opens(MASK, 1 - SIDE):
-        x = tl.where(i < tl.expand_dims(hi, AXIS), x, 0.0)
-    return x
 
 
 @triton.jit
@@ -280,24 +129,6 @@ def _weights(s, lse_row, first_query, query_lo, query_hi, all_lo, all_hi, scale,
             p = masked(p, first_query, query_lo, query_hi, 1, 1, BM, MASK)
             factor = masked(factor, first_query, query_lo, query_hi, 1, 1, BM, MASK)
         return p.to(DTYPE), factor.to(DTYPE)
-
-
-@triton.jit
-def _head(trip, kv_head, tiles, GROUP: tl.constexpr):
-    """Query head of the ``trip``-th query tile of a work item: head by head, each from its first tile on."""
-    if GROUP == 1:
-        return kv_head
-    else:
-        return kv_head * GROUP + trip // tiles
-
-
-@triton.jit
-def _first_query(trip, begin, tiles, GROUP: tl.constexpr, BM: tl.constexpr):
-    """First row of the ``trip``-th query tile."""
-    if GROUP == 1:
-        return begin + trip * BM
-    else:
-        return begin + trip % tiles * BM
 
 
 @triton.jit
@@ -329,13 +160,13 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, slots, scale, out_sc
     PARK: tl.constexpr = ACT != "softmax" and D == 128
     count = 0
     turn = 0
-    kv_head, start_q, len_q, begin, tiles = _receive_queries(slots, item_full, turn)
+    kv_head, start_q, len_q, begin, tiles = receive_queries(slots, item_full, turn)
     while tiles > 0:
         rows_dq = tl.program_id(0) % REPLICAS * len_q if REPLICAS else start_q
         query_lo, query_hi, all_lo, all_hi = tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0
         if mask_kind(MASK) != "full":
-            _, len_kv, first_key = _receive_keys(slots, turn)
-            query_lo, query_hi, all_lo, all_hi = _query_ranges(first_key + g * HALF, len_q, len_kv, HALF, MASK)
+            _, len_kv, first_key = receive_keys(slots, turn)
+            query_lo, query_hi, all_lo, all_hi = query_ranges(first_key + g * HALF, len_q, len_kv, HALF, MASK)
         dk = tl.zeros([HALF, D], tl.float32)
         dv = tl.zeros([HALF, D], tl.float32)
         tlx.barrier_wait(k_full[0], turn & 1)
@@ -346,7 +177,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, slots, scale, out_sc
             # At the first query tile this is a dS of before. The product is made and dropped: a first iteration of
             # its own costs the compiler 750 bytes of spills and all overlap.
             last_buf = (count + DS_STAGES - 1) % DS_STAGES
-            first_query = _first_query(trip, begin, tiles, GROUP, BM)
+            first_query = first_query_of(trip, begin, tiles, GROUP, BM)
             tlx.barrier_wait(q_full[buf], phase)
             s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, D]), tlx.local_trans(q_tiles[buf]))
             if DQ != "none":
@@ -378,8 +209,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, slots, scale, out_sc
                 if trip > 0:
                     tlx.barrier_arrive(ds_empty[last_buf], 1)
                     _reduce_dq(
-                        desc_sum, dq_tiles, dq, rows_dq, len_q, _head(trip - 1, kv_head, tiles, GROUP),
-                        _first_query(trip - 1, begin, tiles, GROUP, BM), g, D, DQ,
+                        desc_sum, dq_tiles, dq, rows_dq, len_q, query_head(trip - 1, kv_head, tiles, GROUP),
+                        first_query_of(trip - 1, begin, tiles, GROUP, BM), g, D, DQ,
                     )  # fmt: skip
             dv = tlx.async_dot(p, do_tiles[buf], dv)
             dp = tlx.async_dot_wait(1, dp)
@@ -403,7 +234,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, slots, scale, out_sc
         tlx.barrier_arrive(v_empty[0], 1)
 
         # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
-        start_kv, len_kv, first_key = _receive_keys(slots, turn)
+        start_kv, len_kv, first_key = receive_keys(slots, turn)
         if DQ != "none":
             last_buf, last_phase = ring(count - 1, DS_STAGES)
             tlx.barrier_wait(ds_full[last_buf], last_phase)
@@ -415,7 +246,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, slots, scale, out_sc
             tlx.barrier_arrive(ds_empty[last_buf], 1)
             tlx.barrier_arrive(k_empty[0], 1)
             _reduce_dq(
-                desc_sum, dq_tiles, dq_end, rows_dq, len_q, _head(GROUP * tiles - 1, kv_head, tiles, GROUP),
+                desc_sum, dq_tiles, dq_end, rows_dq, len_q, query_head(GROUP * tiles - 1, kv_head, tiles, GROUP),
                 begin + (tiles - 1) * BM, g, D, DQ,
             )  # fmt: skip
         else:
@@ -425,7 +256,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, slots, scale, out_sc
         # The next item arrives under the stores of this one, whose slot is free.
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         turn += 1
-        next_head, next_q, next_len_q, next_begin, next_tiles = _receive_queries(slots, item_full, turn)
+        next_head, next_q, next_len_q, next_begin, next_tiles = receive_queries(slots, item_full, turn)
         # The dK of the item before left this buffer before the reductions since then left theirs.
         tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
         tlx.fence("async_shared")

@@ -19,9 +19,8 @@ over the heads of a group, which sit in other CTAs.
 import triton
 import triton.language as tl
 
-from .._jit.jagged import count_tiles, sequence_rows
-from .._jit.rings import publish, ragged, receive, ring
-from .._jit.scores import LOG2E, activate, derivative
+from .._jit.backward_shared import following_chunk, key_run, publish_chunk, statistics, weights
+from .._jit.rings import ragged, receive, ring
 from .._jit.tlx import tlx
 
 # Rows of a key tile.
@@ -30,67 +29,6 @@ KEYS = tl.constexpr(64)
 _HALF = tl.constexpr(64)
 # bf16 or fp16.
 _ITEM_BYTES = tl.constexpr(2)
-
-
-@triton.jit
-def _run(table, offsets, tile, end, num_sequences, total_kv):
-    """The tiles of one sequence that begin with entry ``tile`` of the table and end with the sequence or at ``end``.
-
-    Returns:
-        ``b, start, rows, keys, first, tiles``: the sequence; its first row and its rows, which are stored; how many of
-        them are read: none of the rows that belong to no sequence; the first tile's row in it; the number of tiles, 0
-        from ``end`` on.
-    """
-    named = tile < end
-    b = tl.load(table + 2 * tile, mask=named, other=0)
-    first = tl.load(table + 2 * tile + 1, mask=named, other=0)
-    start, rows = sequence_rows(offsets, b, num_sequences, total_kv)
-    keys = tl.where(b < num_sequences, rows, 0)
-    tiles = tl.minimum(tl.cdiv(rows - first, KEYS), end - tile)
-    # Offsets that changed since the table was made must not make a loop endless.
-    return b, start.to(tl.int32), rows, keys, first, tl.where(named, tl.maximum(tiles, 1), 0)
-
-
-@triton.jit
-def _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H: tl.constexpr):
-    """Hand a chunk, or the end, to the groups, and return its entries ``[tile, end)``."""
-    tile = chunk * chunk_tiles
-    publish(control + H + 1, chunk_full, chunk_empty, turn, (tl.where(tile < entries, chunk, -1),), 1)
-    return tile, tl.minimum(tile + chunk_tiles, entries)
-
-
-@triton.jit
-def _following(
-    control, chunk_full, chunk_empty, turn, chunk, tile, end, entries, chunk_tiles, H: tl.constexpr,
-    DYNAMIC: tl.constexpr,
-):  # fmt: skip
-    """The state of the load role after the entries before ``tile``: in the same chunk, or at the head of a new one."""
-    if tile >= end:
-        parts = tl.num_programs(0) // H
-        if DYNAMIC:
-            chunk = parts + tl.atomic_add(control + tl.program_id(0) % H, 1)
-        else:
-            chunk += parts
-        turn += 1
-        tile, end = _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
-    return turn, chunk, tile, end
-
-
-@triton.jit
-def _weights(s, row_lse, scale, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
-    """P, and what dP has to be multiplied by, from Q K^T; ``scale`` goes with base 2 for softmax."""
-    if ACT == "softmax":
-        # Never above 1 but for rounding, save for keys that do not exist, where it could overflow.
-        p = tl.math.exp2(tl.minimum(s * scale - row_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
-        return p, p
-    else:
-        return activate(s * scale, ACT, FAST_TANH), derivative(s * scale, ACT, FAST_TANH)
-
-
-@triton.jit
-def _statistics(stats, b, head, H: tl.constexpr, ROWS: tl.constexpr):
-    """Where lse and, ROWS further, delta of a sequence and head begin."""
-    return stats + (b.to(tl.int64) * H + head) * (2 * ROWS)
 
 
 @triton.jit
@@ -135,8 +73,8 @@ def _load_in_turns(
     # The first chunk of each CTA is its own number among the CTAs of its head.
     chunk = tl.program_id(0) // H
     turn = 0
-    tile, end = _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
-    b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
+    tile, end = publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
+    b, start, _, keys, first, tiles = key_run(table, offsets, tile, end, num_sequences, total_kv, KEYS)
     runs = 0
     count = 0
     while tiles > 0:
@@ -154,11 +92,11 @@ def _load_in_turns(
             )  # fmt: skip
         # Counter, table and offsets answer one after the other: ask before the wait for the last tile's buffers. Not
         # earlier, because who takes a chunk early may keep the others waiting at the end.
-        turn, chunk, tile, end = _following(
+        turn, chunk, tile, end = following_chunk(
             control, chunk_full, chunk_empty, turn, chunk, tile + tiles, end, entries, chunk_tiles, H, DYNAMIC
         )  # fmt: skip
-        next_b, next_start, _, next_keys, next_first, next_tiles = _run(
-            table, offsets, tile, end, num_sequences, total_kv
+        next_b, next_start, _, next_keys, next_first, next_tiles = key_run(
+            table, offsets, tile, end, num_sequences, total_kv, KEYS
         )  # fmt: skip
         for n in range(early, tiles):
             _load_together(
@@ -200,8 +138,8 @@ def _take_turns(
         tile = chunk * chunk_tiles
         end = tl.minimum(tile + chunk_tiles, entries)
         while tile < end:
-            b, start, rows, _, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
-            row_stats = _statistics(stats, b, head, H, ROWS)
+            b, start, rows, _, first, tiles = key_run(table, offsets, tile, end, num_sequences, total_kv, KEYS)
+            row_stats = statistics(stats, b, head, H, ROWS)
             do_buf, do_phase = ring(runs, DO_STAGES)
             tlx.barrier_wait(do_full[do_buf], do_phase)
             # The tiles of a CTA alternate between the groups, across runs and chunks.
@@ -221,7 +159,7 @@ def _take_turns(
                 tlx.async_descriptor_store_wait(0)
                 if last >= 0:
                     tlx.barrier_arrive(kv_empty[last], 1)
-                p, slope = _weights(s, row_lse, score_scale, ACT, FAST_TANH)
+                p, slope = weights(s, row_lse, score_scale, ACT, FAST_TANH)
                 p_half = p.to(dtype)
                 if DV_FIRST:
                     dv = tlx.async_dot(p_half, do_tiles[do_buf])
@@ -375,8 +313,8 @@ def _load_halves(
     entries = tl.load(control + H)
     chunk = tl.program_id(0) // H
     turn = 0
-    tile, end = _publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
-    b, start, _, keys, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
+    tile, end = publish_chunk(control, chunk_full, chunk_empty, turn, chunk, entries, chunk_tiles, H)
+    b, start, _, keys, first, tiles = key_run(table, offsets, tile, end, num_sequences, total_kv, KEYS)
     runs = 1
     count = 1
     while tiles > 0:
@@ -394,11 +332,11 @@ def _load_halves(
                 first + n * KEYS, column, D, STAGES,
             )  # fmt: skip
         # As in `_load_in_turns`.
-        turn, chunk, tile, end = _following(
+        turn, chunk, tile, end = following_chunk(
             control, chunk_full, chunk_empty, turn, chunk, tile + tiles, end, entries, chunk_tiles, H, DYNAMIC
         )  # fmt: skip
-        next_b, next_start, _, next_keys, next_first, next_tiles = _run(
-            table, offsets, tile, end, num_sequences, total_kv
+        next_b, next_start, _, next_keys, next_first, next_tiles = key_run(
+            table, offsets, tile, end, num_sequences, total_kv, KEYS
         )  # fmt: skip
         for n in range(early, tiles):
             _load_apart(
@@ -471,11 +409,11 @@ def _take_halves(
         tile = chunk * chunk_tiles
         end = tl.minimum(tile + chunk_tiles, entries)
         while tile < end:
-            b, start, rows, _, first, tiles = _run(table, offsets, tile, end, num_sequences, total_kv)
+            b, start, rows, _, first, tiles = key_run(table, offsets, tile, end, num_sequences, total_kv, KEYS)
             do_buf, do_phase = ring(runs, 2)
             row_lse = 0.0
             if ACT == "softmax":
-                row_stats = _statistics(stats, b, head, H, 2 * _HALF)
+                row_stats = statistics(stats, b, head, H, 2 * _HALF)
                 row_lse = tl.load(row_stats + i)[:, None]
                 row_delta = tl.load(row_stats + 2 * _HALF + i)[:, None]
             for n in range(tiles):
@@ -489,7 +427,7 @@ def _take_halves(
                 dp = tlx.async_dot(do_tiles[2 * do_buf + g], tlx.local_trans(v_tiles[buf]))
                 x = _keys_gradient(p_tiles, ds_tiles, do_tiles, q_tiles, last_do, g)
                 s = tlx.async_dot_wait(4, s)
-                p, slope = _weights(s, row_lse, score_scale, ACT, FAST_TANH)
+                p, slope = weights(s, row_lse, score_scale, ACT, FAST_TANH)
                 dq = tlx.async_dot_wait(3, dq)
                 tlx.barrier_arrive(k_empty[last_buf], 1)
                 dp = tlx.async_dot_wait(2, dp)
@@ -594,66 +532,3 @@ def backward_128(
                 dq_tiles, q_full, chunk_full, chunk_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty,
                 H, D, STAGES, SCALES_OUT, ACT, FAST_TANH,
             )  # fmt: skip
-
-
-# --- Before and after ---
-
-
-@triton.jit(do_not_specialize=["num_sequences", "num_queries", "max_tiles", "do_row"])
-def prepare(
-    do, out, lse, stats, table, control, num_sequences, num_queries, max_tiles, do_row, scale,
-    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
-    """Set the counters to 0, count the table's entries, and write what softmax needs: ``stats [B + 1, H, 2, ROWS]``.
-
-    They are lse in base 2 and ``scale * rowsum(dO * O)``. Where there is no query or no key, lse is inf and the sum 0:
-    P = 0. Entry B is for the rows that belong to no sequence. One program for BLOCK rows of ROWS, head and entry; a
-    single one for element-wise activations.
-    """
-    program = tl.program_id(0)
-    if program == 0:
-        for h in range(H):
-            tl.store(control + h, 0)
-        tl.store(control + H, count_tiles(table, max_tiles))
-    if ACT == "softmax":
-        blocks: tl.constexpr = ROWS // BLOCK
-        i = program % blocks * BLOCK + tl.arange(0, BLOCK)
-        head = program // blocks % H
-        b = program // blocks // H
-        ok = (i < num_queries) & (b < num_sequences)
-        rows = b.to(tl.int64) * num_queries + i
-        # A multiple of 16 bytes, as TMA needs it; unless this is said, single elements are loaded.
-        do_row = do_row // 8 * 8
-        d = tl.arange(0, D)[None, :]
-        do_tile = tl.load(do + rows[:, None] * do_row + head * D + d, mask=ok[:, None], other=0.0)
-        out_tile = tl.load(out + (rows[:, None] * H + head) * D + d, mask=ok[:, None], other=0.0)
-        delta = tl.sum(do_tile.to(tl.float32) * out_tile.to(tl.float32), 1) * scale
-        row_lse = tl.load(lse + rows * H + head, mask=ok, other=float("inf"))
-        row_lse = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
-        row_stats = _statistics(stats, b, head, H, ROWS)
-        tl.store(row_stats + i, row_lse)
-        tl.store(row_stats + ROWS + i, delta)
-
-
-@triton.jit(do_not_specialize=["num_parts", "num_queries"])
-def reduce_parts(
-    parts, dq, num_parts, num_queries,
-    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``dq [S, H, D] = sum of parts [num_parts, H, ROWS, D]``, PARTS at a time; always in the same order.
-
-    TRANSPOSED: parts are ``[num_parts, H, D, ROWS]``. One program for BLOCK elements of a head.
-    """
-    head = tl.program_id(0) % H
-    n = tl.program_id(0) // H * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, num_parts, PARTS):
-        p = first + tl.arange(0, PARTS)
-        elements = (p[:, None].to(tl.int64) * H + head) * (ROWS * D) + n[None, :]
-        total += tl.sum(tl.load(parts + elements, mask=(p < num_parts)[:, None], other=0.0), 0)
-    if TRANSPOSED:
-        i, d = n % ROWS, n // ROWS
-    else:
-        i, d = n // D, n % D
-    tl.store(dq + (i * H + head) * D + d, total.to(dq.dtype.element_ty), mask=i < num_queries)

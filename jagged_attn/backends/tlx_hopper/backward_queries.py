@@ -8,11 +8,11 @@ kernel, which computes the scores and dP once more: seven products where five wo
 import triton
 import triton.language as tl
 
+from .._jit.backward_rows import entry_of, first_block, masked
 from .._jit.jagged import partner_rows, sequence_rows
 from .._jit.rings import next_item, publish, ragged, receive, ring
 from .._jit.scores import LOG2E, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
-from .backward import entry_of, first_block, masked
 
 
 @triton.jit

@@ -10,12 +10,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...masks import Full
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
+from .._jit.backward_rows import finish_dq, prepare_backward
+from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_gradients
-from .backward import backward_kv, finish_dq, prepare_backward
+from .backward import backward_kv
 from .backward_queries import backward_q
 from .capability import BLOCK_KV, BLOCK_Q
-from .descriptors import for_tma, ragged_map
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
+from .._jit.backward_shared import prepare_shared, reduce_parts
+from .._jit.descriptors import for_tma, matrix_map, ragged_map
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_gradients
-from .backward_broadcast_q import backward_64, backward_128, prepare, reduce_parts
+from .backward_broadcast_q import backward_64, backward_128
 from .capability import BROADCAST_Q_BLOCK_KV
-from .descriptors import for_tma, matrix_map, ragged_map
 
 # More shared queries than this are for the general kernels.
 MAX_QUERIES = 128
@@ -81,7 +82,7 @@ def _kernels(spec: AttentionSpec, rows: int, on_gpu: bool, rings: tuple[tuple[st
     }
     four = {"num_warps": 4}
     return _Kernels(
-        prepare=PreparedKernel(prepare, {**common, "BLOCK": min(rows, 64)}, four),
+        prepare=PreparedKernel(prepare_shared, {**common, "BLOCK": min(rows, 64)}, four),
         gradients=PreparedKernel(backward_64 if rows <= 64 else backward_128, common, {**four, "num_stages": 1}),
         reduce=PreparedKernel(reduce_parts, {**common, "BLOCK": _REDUCE_BLOCK}, four),
     )

@@ -8,9 +8,9 @@ from torch import Tensor
 from ...schedule.arch import num_processors
 from ...schedule.hopper import ROWS, ForwardConfig, forward_config
 from ...spec import AttentionSpec
+from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_outputs
-from .descriptors import for_tma, ragged_map
 from .forward import forward as forward_kernel
 
 # What the load role hands to the consumers of an item, and how many items ahead.

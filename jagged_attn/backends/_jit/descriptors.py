@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 _ALIGNMENT = 16
 # Extents of a ragged map, as in ``triton.tools.ragged_tma``: rows are addressed backwards from 2**30 through two more
-# dimensions, whose strides cancel modulo 2**64. See ``_jit.rings.ragged``.
+# dimensions, whose strides cancel modulo 2**64. See ``rings.ragged``.
 _EXTENT = 2**30
 _OUTER = 0x7FFF0000
 _WRAP = 2**34
@@ -41,7 +41,7 @@ def for_tma(x: Tensor) -> Tensor:
 def ragged_map(x: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     """A map of ``x [rows, heads, D]``, which ``for_tma`` returned, for tiles that end with their sequence.
 
-    Coordinates are those of ``_jit.rings.ragged``; the column counts over all heads. ``x`` has a row, and fewer than
+    Coordinates are those of ``rings.ragged``; the column counts over all heads. ``x`` has a row, and fewer than
     2**30.
     """
     row = x.stride(0)
