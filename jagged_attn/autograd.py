@@ -13,23 +13,27 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from .custom_ops import attention_backward_kernel, attention_kernel, library
+from .backends.base import Geometry
+from .custom_ops import attention_backward_kernel, launch_forward, library, spec_of
+from .spec import AttentionSpec
 
 
 class _Attention(torch.autograd.Function):
     """``out, lse`` from the operator below autograd; gradients from ``jagged_attn::attention_backward``.
 
-    ``arguments`` are the operator's past q, k and v: in one tuple, because each argument of a Function costs time.
+    Its arguments are those of ``attention`` below: few, because each argument of a Function costs time.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], plain: bool
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(q, k, v, arguments, plain)
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor,
+        geometry: Geometry, static: tuple[Any, ...], spec: AttentionSpec | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = _forward(q, k, v, geometry, static, spec)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        offsets_q, offsets_kv, tables, *ctx.static = arguments
+        ctx.static = static
+        offsets_q, offsets_kv, tables = geometry
         ctx.save_for_backward(q, k, v, out, lse, _savable(offsets_q), _savable(offsets_kv), *tables)
         return out, lse
 
@@ -41,7 +45,7 @@ class _Attention(torch.autograd.Function):
             plain = not torch.is_grad_enabled() and is_plain(dout, q, k, v)
             backward = attention_backward_kernel if plain else torch.ops.jagged_attn.attention_backward
             grads = backward(dout, q, k, v, out, lse, offsets_q, offsets_kv, tables, *ctx.static)
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 # ``Function.apply`` without its own look at what ``is_plain`` has ruled out already, which takes a third of its time.
@@ -72,11 +76,21 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], plain: bool) -> tuple[Tensor, Tensor]:
-    """``torch.ops.jagged_attn.attention(q, k, v, *arguments)``, past the dispatcher where nothing would see it.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, static: tuple[Any, ...], spec: AttentionSpec | None
+) -> tuple[Tensor, Tensor]:
+    """``torch.ops.jagged_attn.attention(q, k, v, *geometry, *static)``, past the dispatcher where nothing would see it.
 
-    Its way from Python to Python and back costs more CPU time than the launch of a kernel. Whatever watches operators
-    (a dispatch mode, a tensor subclass) gets the operator: where ``plain``, which is ``is_plain(q, k, v)``, is false.
+    Its way from Python to Python and back costs more CPU time than the launch of a kernel.
+
+    Args:
+        q: as for the operator.
+        k: as for the operator.
+        v: as for the operator.
+        geometry: the operator's arguments up to the tables.
+        static: those after the tables; the name of the backend is the last.
+        spec: what the others of these spell out, if ``is_plain(q, k, v)``. ``None`` where something watches
+            operators (a dispatch mode, a tensor subclass), which then gets the operator.
     """
     if forward_ad._current_level >= 0:
         raise RuntimeError(
@@ -84,15 +98,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], plain
             "use backward(), torch.autograd.grad() or torch.autograd.functional.jacobian()."
         )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return (_apply_plain if plain else _Attention.apply)(q, k, v, arguments, plain)
-    return _forward(q, k, v, arguments, plain)
+        return (_Attention.apply if spec is None else _apply_plain)(q, k, v, geometry, static, spec)
+    return _forward(q, k, v, geometry, static, spec)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, arguments: tuple[Any, ...], plain: bool) -> tuple[Tensor, Tensor]:
-    if plain:
-        return attention_kernel(q, k, v, *arguments)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, static: tuple[Any, ...], spec: AttentionSpec | None
+) -> tuple[Tensor, Tensor]:
+    if spec is not None:
+        return launch_forward(q, k, v, geometry, spec, static[-1])
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.jagged_attn.attention(q, k, v, *arguments)
+        return torch.ops.jagged_attn.attention(q, k, v, *geometry, *static)
 
 
 def is_plain(*tensors: Tensor) -> bool:
@@ -105,8 +121,11 @@ def is_plain(*tensors: Tensor) -> bool:
     return not tensors[0].is_meta
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return attention(q, k, v, arguments, is_plain(q, k, v))
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor], *static: Any
+) -> tuple[Tensor, Tensor]:
+    spec = spec_of(q, v, offsets_q, offsets_kv, *static[:-1]) if is_plain(q, k, v) else None
+    return attention(q, k, v, Geometry(offsets_q, offsets_kv, tuple(tables)), static, spec)
 
 
 def _attention_backward(*args: Any) -> tuple[Tensor, ...]:

@@ -35,8 +35,7 @@ library.define(
     f"{_JAGGED}) -> (Tensor, Tensor, Tensor)"
 )
 library.define(
-    "tile_table(Tensor offsets, Tensor cost_offsets, SymInt total_rows, SymInt cost_rows, int block, int skip=0) "
-    "-> Tensor"
+    "tile_table(Tensor offsets, Tensor cost_offsets, SymInt total_rows, SymInt cost_rows, int block) -> Tensor"
 )
 
 
@@ -68,10 +67,19 @@ def _spec(
     return AttentionSpec(kind, dtype, *heads, parse_mask(mask), names, scale, out_scale, deterministic)
 
 
-def _facts(q: Tensor, v: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor, *static: str | float) -> AttentionSpec:
+def spec_of(q: Tensor, v: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor, *static: str | float) -> AttentionSpec:
+    """The facts that an operator's arguments spell out; ``static`` are those after the tables, but for the backend."""
     kind: Kind = "broadcast_q" if offsets_q is None else "self" if offsets_q is offsets_kv else "cross"
     (_, heads, dim), (_, kv_heads, value_dim) = q.shape, v.shape
     return _spec(kind, q.dtype, (heads, kv_heads, dim, value_dim), *static)
+
+
+@_outside_autocast
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: AttentionSpec, backend: str
+) -> tuple[Tensor, Tensor]:
+    """What the operator ``attention`` executes, of the facts that its arguments spell out."""
+    return dispatch.load(backend).forward(q, k, v, geometry, spec)
 
 
 def _attention(
@@ -79,8 +87,8 @@ def _attention(
     offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor],
     mask: str, activation: str, scale: float, out_scale: float, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    spec = _facts(q, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
-    return dispatch.load(backend).forward(q, k, v, Geometry(offsets_q, offsets_kv, tuple(tables)), spec)
+    spec = spec_of(q, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
+    return launch_forward(q, k, v, Geometry(offsets_q, offsets_kv, tuple(tables)), spec, backend)
 
 
 def _attention_fake(
@@ -96,7 +104,7 @@ def _attention_backward(
     offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor],
     mask: str, activation: str, scale: float, out_scale: float, deterministic: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    spec = _facts(q, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
+    spec = spec_of(q, v, offsets_q, offsets_kv, mask, activation, scale, out_scale, deterministic)
     geometry = Geometry(offsets_q, offsets_kv, tuple(tables))
     return dispatch.load(backend).backward(dout, q, k, v, out, lse, geometry, spec)
 
@@ -109,19 +117,26 @@ def _attention_backward_fake(
     return new_gradients(q, k, v)
 
 
-def _tile_table_fake(
-    offsets: Tensor, cost_offsets: Tensor, total_rows: int, cost_rows: int, block: int, skip: int = 0
-) -> Tensor:
+def _tile_table(offsets: Tensor, cost_offsets: Tensor, total_rows: int, cost_rows: int, block: int) -> Tensor:
+    """One kernel on a GPU, where PyTorch's fifteen cost more than some of the attention that they prepare."""
+    if offsets.is_cuda:
+        from .backends._jit import tile_tables
+
+        if offsets.numel() <= tile_tables.MAX_SEQUENCES:
+            return tile_tables.tile_table(offsets, cost_offsets, total_rows, cost_rows, block)
+    return build_tile_table(offsets, cost_offsets, total_rows, cost_rows, block)
+
+
+def _tile_table_fake(offsets: Tensor, cost_offsets: Tensor, total_rows: int, cost_rows: int, block: int) -> Tensor:
     tiles = max_tiles(total_rows, torch.sym_max(offsets.shape[0] - 1, 0), block)
     return offsets.new_empty((tiles, 2), dtype=torch.int32)
 
 
-attention_kernel = _outside_autocast(_attention)
 attention_backward_kernel = _outside_autocast(_attention_backward)
 for _name, _kernel, _fake in (
-    ("attention", attention_kernel, _attention_fake),
+    ("attention", _attention, _attention_fake),
     ("attention_backward", attention_backward_kernel, _attention_backward_fake),
-    ("tile_table", build_tile_table, _tile_table_fake),
+    ("tile_table", _tile_table, _tile_table_fake),
 ):
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"jagged_attn::{_name}", _fake, lib=library)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import autograd, dispatch, validation
 from .activations import SOFTMAX, normalize_activation
-from .backends.base import arch_of
+from .backends.base import Geometry, arch_of
 from .errors import BackendReport
 from .layout import JaggedLayout, derived
 from .masks import Full, Mask, parse_mask
@@ -33,10 +33,14 @@ class _Static(NamedTuple):
 
 
 class _Decision(NamedTuple):
-    """What is settled of a call before it runs: the operator's arguments past the offsets."""
+    """What is settled of a call before it runs: the operator's arguments past the offsets, and what they spell out.
 
-    tables: list[Tensor]
+    A traced graph has no use for the last, and ``spec`` is ``None`` there.
+    """
+
+    tables: tuple[Tensor, ...]
     static: _Static
+    spec: AttentionSpec | None
 
 
 @lru_cache(maxsize=4096)
@@ -49,17 +53,20 @@ def _make_spec(
 
 
 @lru_cache(maxsize=4096)
-def _make_plan(device: torch.device, backend: str, *facts: Any) -> tuple[tuple[TableRequest, ...], tuple[Any, ...]]:
-    """What the static facts of a call decide: the tables that its backend wants, and the fields of ``_Static``."""
+def _make_plan(
+    device: torch.device, backend: str, *facts: Any
+) -> tuple[tuple[TableRequest, ...], tuple[Any, ...], AttentionSpec]:
+    """What the static facts of a call decide: the tables that its backend wants, the fields of ``_Static``, spec."""
     spec, arch = _make_spec(*facts), arch_of(device)
     name = dispatch.choose(backend, spec, arch)
     requests = dispatch.capability(name).table_requests(spec, arch)
     activation = ",".join(spec.activation)
-    return requests, (spec.mask.code, activation, spec.scale, spec.out_scale, spec.deterministic, name)
+    return requests, (spec.mask.code, activation, spec.scale, spec.out_scale, spec.deterministic, name), spec
 
 
-def _make_plan_constant(*arguments: Any) -> tuple[tuple[TableRequest, ...], tuple[Any, ...]]:
-    return _make_plan(*arguments)
+def _make_plan_constant(*arguments: Any) -> tuple[tuple[TableRequest, ...], tuple[Any, ...], None]:
+    requests, static, _ = _make_plan(*arguments)
+    return requests, static, None
 
 
 # In a traced graph the plan is a constant: it depends on nothing but what dynamo guards on anyway. This is what
@@ -106,9 +113,7 @@ def _tables(
         tables: dict[TableRequest, Tensor] = {}
         for request in dict.fromkeys(requests):
             (rows, total_rows), (cost, cost_rows) = sides[request.rows], sides[request.cost]
-            tables[request] = torch.ops.jagged_attn.tile_table(
-                rows, cost, total_rows, cost_rows, request.block, request.skip
-            )
+            tables[request] = torch.ops.jagged_attn.tile_table(rows, cost, total_rows, cost_rows, request.block)
         return [tables[request] for request in requests]
 
     if not requests:
@@ -127,17 +132,18 @@ def _has_autocast(device_type: str) -> bool:
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast, if it is on for a kind of device."""
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of autocast, if it is on for a tensor's kind of device."""
     if not torch._C._is_any_autocast_enabled():
         return None
+    device_type = x.device.type
     is_on = _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype, if autocast is on for their device; float64 stays, as in PyTorch."""
-    dtype = _autocast_dtype(tensors[0].device.type)
+    dtype = _autocast_dtype(tensors[0])
     if dtype is None:
         return tensors
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -149,21 +155,21 @@ def _attend(
     return_lse: bool, backend: str,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     options = (mask, activation, scale, out_scale, deterministic, backend)
-    offsets_q = None if layout_q is None else layout_q.offsets
+    offsets_q, offsets_kv = None if layout_q is None else layout_q.offsets, layout_kv.offsets
     is_compiling = torch.compiler.is_compiling()
     is_plain = not is_compiling and autograd.is_plain(q, k, v)
     if is_plain:
-        decision = _recall(q, k, v, layout_q, layout_kv, options)
-        q, k, v = _autocast(q, k, v)
+        q, k, v, decision = _recall(q, k, v, layout_q, layout_kv, options)
     else:
         q, k, v, decision = _decide(q, k, v, layout_q, layout_kv, *options)
-    if return_lse and decision.static.activation != SOFTMAX:
+    tables, static, spec = decision
+    if return_lse and static.activation != SOFTMAX:
         raise ValueError(f"return_lse must be False unless every head is a softmax, got activation={activation!r}.")
-    arguments = (offsets_q, layout_kv.offsets, decision.tables, *decision.static)
     if is_compiling:
-        out, lse = torch.ops.jagged_attn.attention(q, k, v, *arguments)
+        out, lse = torch.ops.jagged_attn.attention(q, k, v, offsets_q, offsets_kv, tables, *static)
     else:
-        out, lse = autograd.attention(q, k, v, arguments, is_plain)
+        geometry = Geometry(offsets_q, offsets_kv, tables)
+        out, lse = autograd.attention(q, k, v, geometry, static, spec if is_plain else None)
     return (out, lse) if return_lse else out
 
 
@@ -197,29 +203,33 @@ def _decide(
     q, k, v, facts = _check(q, k, v, layout_q, layout_kv, mask, activation, scale, out_scale, deterministic)
     dispatch.check_name(backend)
     make_plan = _make_plan_constant if torch.compiler.is_compiling() else _make_plan
-    requests, static = make_plan(q.device, backend, *facts)
+    requests, static, spec = make_plan(q.device, backend, *facts)
     offsets_q = None if layout_q is None else layout_q.offsets
     tables = _tables(requests, q.shape[0], k.shape[0], offsets_q, layout_kv.offsets)
-    return q, k, v, _Decision(tables, _Static(*static))
+    return q, k, v, _Decision(tuple(tables), _Static(*static), spec)
 
 
 def _recall(
     q: Tensor, k: Tensor, v: Tensor, layout_q: JaggedLayout | None, layout_kv: JaggedLayout, options: tuple[Any, ...]
-) -> _Decision:
-    """What ``_decide`` said of such a call on these offsets: a look into a table in place of all its checks."""
+) -> tuple[Tensor, Tensor, Tensor, _Decision]:
+    """What ``_decide`` says of such a call on these offsets: a look into a table in place of all its checks."""
     _, _, scale, out_scale, _, _ = options
+    autocast_dtype = _autocast_dtype(q)
     key = (
         layout_q is None,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device,
-        _autocast_dtype(q.device.type),
+        autocast_dtype,
         torch.are_deterministic_algorithms_enabled(),
         # 1, 1.0 and True are one key otherwise.
         type(scale), type(out_scale), options,
     )  # fmt: skip
     offsets_kv = layout_kv.offsets
     other = offsets_kv if layout_q is None else layout_q.offsets
-    return derived(offsets_kv, other, key, lambda: _decide(q, k, v, layout_q, layout_kv, *options)[3])
+    decision = derived(offsets_kv, other, key, lambda: _decide(q, k, v, layout_q, layout_kv, *options)[3])
+    if autocast_dtype is not None:
+        q, k, v = _autocast(q, k, v)
+    return q, k, v, decision
 
 
 @overload

@@ -290,6 +290,7 @@ def test_a_run_prints_speeds_and_writes_rows_with_their_provenance(tmp_path, cap
         assert row["date"].endswith("Z")
         assert row["scale"] == "small"
         assert float(row["error_of_allowed"]) <= 1
+        assert all(0 < float(row[f"error_{x}"]) < 1e-5 for x in ("out", "dq", "dk", "dv"))
     ours = [r for r in rows if r["contestant"] == "eager" and r["workload"] == "cpu/all-128"]
     best = min(float(r["median_ms"]) for r in rows if r["phase"] == BOTH and r["contestant"] != "eager")
     both = next(r for r in ours if r["phase"] == BOTH)

@@ -48,6 +48,22 @@ def opcheck_arguments(case: Case, target: Target) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
+def test_the_operator_reads_the_facts_that_the_function_decided_on(case: Case, target: Target) -> None:
+    """A call past the dispatcher and one through it ask a backend the same."""
+    from jagged_attn import custom_ops, functional
+
+    inputs = case.inputs(torch.float32, target.device)
+    options = (case.options.get("mask", ja.Full()), case.options.get("activation", "softmax"), 0.25, 1.0, False)
+    *_, decision = functional._decide(
+        inputs.q, inputs.k, inputs.v, inputs.layout_q, inputs.layout_kv, *options, target.backend
+    )  # fmt: skip
+    offsets_q = None if inputs.layout_q is None else inputs.layout_q.offsets
+    *static, backend = decision.static
+    assert decision.spec == custom_ops.spec_of(inputs.q, inputs.v, offsets_q, inputs.layout_kv.offsets, *static)
+    assert backend == target.backend
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES, ids=lambda case: case.name)
 def test_operators_pass_opcheck(case: Case, target: Target) -> None:
     arguments = opcheck_arguments(case, target)
     torch.library.opcheck(torch.ops.jagged_attn.attention, arguments)

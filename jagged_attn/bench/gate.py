@@ -11,6 +11,7 @@ precision, is expected to cost (Higham & Mary, SIAM J. Sci. Comput. 41, 2019): a
 float32 inputs one lucky yardstick would decide.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class Verdict:
     """
 
     worst: dict[str, float] = field(default_factory=dict)
+    _squares: dict[str, tuple[float, float]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -41,9 +43,17 @@ class Verdict:
         """Whether every tensor was compared and is right."""
         return not self.faults and set(self.worst) == set(Solution._fields)
 
+    def relative_error(self, name: str) -> float:
+        """``||actual - exact|| / ||exact||`` of one tensor, over all that was compared."""
+        error, norm = self._squares.get(name, (math.nan, math.nan))
+        return math.sqrt(error / norm) if norm else 0.0 if error == 0.0 else math.inf
+
     def compare(self, name: str, actual: Tensor, exact: Tensor, yardstick: Tensor, terms: int, where: str) -> None:
         """Take one tensor, whose elements are sums of so many terms, into account."""
-        error = (actual.double() - exact).abs().max().item() if actual.numel() else 0.0
+        difference = actual.double() - exact
+        error = difference.abs().max().item() if actual.numel() else 0.0
+        squares = self._squares.get(name, (0.0, 0.0))
+        self._squares[name] = (squares[0] + float(difference.square().sum()), squares[1] + float(exact.square().sum()))
         allowed = tolerance(exact, yardstick, terms)
         # Where nothing is allowed, only no error passes; NaN passes nowhere.
         ratio = error / allowed if allowed else (0.0 if error == 0.0 else float("inf"))

@@ -36,6 +36,10 @@ class Row:
         vs_best_peer: median over that of the fastest right peer in this run; less than 1 is faster.
         peak_mib: most memory beyond the inputs in a forward and backward.
         error_of_allowed: largest error as a fraction of what is allowed, over output and gradients.
+        error_out: relative error of the output, in norm, against float64.
+        error_dq: of the queries' gradient.
+        error_dk: of the keys'.
+        error_dv: of the values'.
         shape: the workload in words.
         dtype: of the inputs.
         tokens_q: rows of q.
@@ -63,6 +67,10 @@ class Row:
     vs_best_peer: float = math.nan
     peak_mib: float = math.nan
     error_of_allowed: float = math.nan
+    error_out: float = math.nan
+    error_dq: float = math.nan
+    error_dk: float = math.nan
+    error_dv: float = math.nan
     shape: str = ""
     dtype: str = ""
     tokens_q: int = 0

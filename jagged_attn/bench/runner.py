@@ -9,7 +9,7 @@ import torch
 from .contestants import Attempt, Contestant
 from .gate import Gate, Verdict, poison
 from .memory import peak_mib_cpu, peak_mib_cuda
-from .problem import BACKWARD, BOTH, FORWARD, Problem, make_problem
+from .problem import BACKWARD, BOTH, FORWARD, Problem, Solution, make_problem
 from .report import CALL, CALL_RECORDING, FAILED, OK, UNSUPPORTED, WRONG, Row, compare_with_peers
 from .timing import Ceilings, Clock, Quantiles, passes_of, time_attempts, time_calls
 from .workloads import Workload
@@ -188,6 +188,8 @@ def _rows(problem: Problem, workload: Workload, entry: _Entry, settings: Setting
         scale="small" if settings.small else "full", seed=settings.seed,
         ceiling_tflops=ceilings.tflops, ceiling_gb_per_s=ceilings.gb_per_s,
     )  # fmt: skip
+    if verdict:
+        row.error_out, row.error_dq, row.error_dk, row.error_dv = map(verdict.relative_error, Solution._fields)
     if entry.status != OK or entry.times is None:
         return [row]
     return [_timed(row, phase, entry.times[phase], problem, ceilings) for phase in phases]

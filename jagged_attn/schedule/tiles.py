@@ -21,13 +21,11 @@ class TableRequest:
         rows: whose rows are cut into tiles.
         block: rows of a tile.
         cost: whose lengths order the sequences, longest first; a tile's work grows with them.
-        skip: first rows of every sequence that are left out.
     """
 
     rows: Side
     block: int
     cost: Side
-    skip: int = 0
 
 
 def max_tiles(total_rows: int, num_sequences: int, block: int) -> int:
@@ -35,9 +33,7 @@ def max_tiles(total_rows: int, num_sequences: int, block: int) -> int:
     return total_rows // block + num_sequences + 1
 
 
-def tile_table(
-    offsets: Tensor, cost_offsets: Tensor, total_rows: int, cost_rows: int, block: int, skip: int = 0
-) -> Tensor:
+def tile_table(offsets: Tensor, cost_offsets: Tensor, total_rows: int, cost_rows: int, block: int) -> Tensor:
     """Cut every sequence into tiles, sequences with the most work first.
 
     A grid that takes the table's entries in order starts its longest tiles first, so that none is left for the end.
@@ -48,7 +44,6 @@ def tile_table(
         total_rows: rows of the tensor that is cut.
         cost_rows: rows of the tensor that ``cost_offsets`` describes.
         block: rows of a tile.
-        skip: first rows of every sequence, and of the rows of no sequence, that are left out.
 
     Returns:
         ``[max_tiles, 2]`` int32 on the offsets' device: the sequence and the tile's first row in it. Tiles of sequence
@@ -59,7 +54,7 @@ def tile_table(
     cost_starts, cost_ends = row_bounds(cost_offsets, cost_rows)
     order = torch.argsort(cost_ends - cost_starts, descending=True, stable=True)
     used = ends[-1:] if num_sequences else ends.new_zeros(1)
-    lengths = (torch.cat([(ends - starts)[order], total_rows - used]) - skip).clamp(min=0)
+    lengths = torch.cat([(ends - starts)[order], total_rows - used])
     sequences = torch.cat([order, order.new_full((1,), num_sequences)])
 
     tiles = (lengths + (block - 1)) // block
@@ -68,6 +63,6 @@ def tile_table(
     slot = torch.searchsorted(tile_ends, index, right=True)
     is_tile = slot <= num_sequences
     slot = slot.clamp(max=num_sequences)
-    first_row = (index - (tile_ends - tiles)[slot]) * block + skip
+    first_row = (index - (tile_ends - tiles)[slot]) * block
     table = torch.stack([torch.where(is_tile, sequences[slot], -1), torch.where(is_tile, first_row, 0)], dim=1)
     return table.to(torch.int32)

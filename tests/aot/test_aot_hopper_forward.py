@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
+from jagged_attn.backends._jit.constants import Constants
 from jagged_attn.backends.tlx_hopper.forward import forward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
 from jagged_attn.schedule.hopper import _PAIR, _SINGLE, ROWS, ForwardConfig, forward_config
@@ -77,13 +78,12 @@ def _compiled(case: Case) -> Resources:
     signature |= dict.fromkeys(("table", "counter", "slots"), "*i32")
     signature |= dict.fromkeys(("max_entries", "num_sequences", "num_queries", "total_kv", "query_tiles"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
-    constexprs = {
-        "H": 4, "GROUP": 1, "D": dim, "BN": config.block_kv, "GROUPS": config.groups, "K_STAGES": config.k_stages,
-        "V_STAGES": config.v_stages, "REGISTERS": config.registers, "TURNS": config.turns,
-        "MASK": _MASKS[case.mask].code, "ACT": case.act, "BROADCAST_Q": case.num_queries is not None,
-    }  # fmt: skip
+    constants = Constants(
+        **vars(config), heads=4, group=1, dim=dim, mask=_MASKS[case.mask].code, act=case.act,
+        broadcast_q=case.num_queries is not None,
+    )  # fmt: skip
     options = {"maxnreg": config.max_registers} if config.max_registers is not None else {}
-    return compile_kernel(Compilation(str(case), forward, signature, constexprs, 90, options))
+    return compile_kernel(Compilation(str(case), forward, signature, {"C": constants}, 90, options))
 
 
 def _check(case: Case) -> None:

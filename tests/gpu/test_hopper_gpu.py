@@ -11,6 +11,7 @@ from test_semantics import check
 import jagged_attn as ja
 from jagged_attn.activations import ELEMENTWISE
 from jagged_attn.backends.tlx_hopper import capability
+from jagged_attn.schedule.tiles import tile_table
 from jagged_attn.testing.tolerance import assert_within
 
 
@@ -178,3 +179,18 @@ def test_strided_inputs() -> None:
     odd = torch.randn(rows, 4 * 64 + 3, dtype=torch.bfloat16, device="cuda")[:, 1:257].view(rows, 4, 64)
     got = ja.jagged_attention(odd, odd, odd, layout, backend="tlx_hopper")
     assert torch.equal(got, ja.jagged_attention(*[odd.contiguous()] * 3, layout, backend="tlx_hopper"))
+
+
+@pytest.mark.parametrize("block", [64, 128, 2**30])
+def test_tile_tables_are_those_of_pytorch_and_wait_for_nothing(block: int, stale: None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for batch in (0, 1, 31, 32, 1152, 5000):
+        rows, costs = (torch.randint(0, 700, (batch,), generator=generator).cumsum(0) for _ in range(2))
+        offsets = [torch.nn.functional.pad(x, (1, 0)).to("cuda", torch.int32) for x in (rows, costs)]
+        sizes = [int(x[-1]) + 3 if batch else 3 for x in (rows, costs)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = torch.ops.jagged_attn.tile_table(*offsets, *sizes, block)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(got, tile_table(*offsets, *sizes, block))

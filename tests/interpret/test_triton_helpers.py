@@ -4,8 +4,11 @@ import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jagged_attn.activations import ELEMENTWISE
+from jagged_attn.backends._jit import tile_tables
 from jagged_attn.layout import row_bounds
 from jagged_attn.masks import BlockDiagonal, Causal, Full, Mask, SlidingWindow
 from jagged_attn.schedule.tiles import tile_table
@@ -104,3 +107,24 @@ def test_tiles_are_counted_up_to_the_padding(lengths: list[int]) -> None:
     count = torch.full((1,), -7, dtype=torch.int32)
     helper_kernels.tiles[(1,)](count, table, table.shape[0])
     assert count.item() == sum(-(-n // 16) for n in lengths) + 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(0, 3)), max_size=70),
+    st.integers(0, 20),
+    st.sampled_from([1, 16, 64]),
+)
+def test_the_kernel_of_tile_tables_counts_what_pytorch_sorts(
+    lengths: list[tuple[int, int]], extra: int, block: int
+) -> None:
+    rows, costs = (torch.tensor([0, *(pair[i] for pair in lengths)], dtype=torch.int32).cumsum(0) for i in (0, 1))
+    sizes = int(rows[-1]) + extra, int(costs[-1])
+    got = tile_tables.tile_table(rows, costs.int(), *sizes, block)
+    assert torch.equal(got, tile_table(rows, costs, *sizes, block))
+
+
+@pytest.mark.parametrize("offsets", [(), (0,), (5, 4, 3, 2), (0, 90, 40, 100), (-3, 7, 2**40, 9)], ids=str)
+def test_the_kernel_of_tile_tables_clamps_offsets_as_pytorch_does(offsets: tuple[int, ...]) -> None:
+    bad = torch.tensor(offsets, dtype=torch.int64)
+    assert torch.equal(tile_tables.tile_table(bad, bad, 64, 64, 16), tile_table(bad, bad, 64, 64, 16))

@@ -1,10 +1,13 @@
 """Configs, capability and launches of the portable backend, as far as they need neither Triton nor a GPU."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 
+from jagged_attn.backends._jit import prepared as prepared_module
 from jagged_attn.backends._jit.prepared import PreparedKernel
 from jagged_attn.backends.base import Arch
 from jagged_attn.backends.triton import capability
@@ -95,6 +98,7 @@ class FakeKernel:
     def __init__(self) -> None:
         self.compilations: list[dict[str, Any]] = []
         self.direct: list[tuple[Any, ...]] = []
+        self.observed: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **constants: Any) -> Any:
@@ -105,13 +109,25 @@ class FakeKernel:
 
 
 class FakeCompiled:
-    function = 1
+    """Stands for what Triton compiled: how it is launched as it is, and with its launcher."""
+
+    function, packed_metadata, metadata = 1, "packed", SimpleNamespace()
 
     def __init__(self, kernel: FakeKernel) -> None:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.kernel.direct.append((grid, *args))
+        return lambda *args: self.kernel.observed.append((grid, *args))
+
+    def run(self, *args: Any) -> None:
+        self.kernel.direct.append(args)
+
+
+@pytest.fixture(autouse=True)
+def fake_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's driver, which is there with a GPU alone."""
+    active = SimpleNamespace(get_current_stream=lambda index: "stream")
+    monkeypatch.setattr(prepared_module, "driver", SimpleNamespace(active=active))
 
 
 def test_a_launch_goes_straight_to_what_was_compiled_for_such_arguments() -> None:
@@ -121,7 +137,20 @@ def test_a_launch_goes_straight_to_what_was_compiled_for_such_arguments() -> Non
     prepared.launch(5, (x,), (7,), (0.5,))
     prepared.launch(6, (x,), (9,), (0.5,))
     assert kernel.compilations == [{"FIRST": 1, "SECOND": 2, "num_warps": 4}]
-    assert kernel.direct == [((6, 1, 1), x, 9, 0.5, 1, 2)]
+    launch = (6, 1, 1, "stream", 1, "packed", None, None, None)
+    assert kernel.direct == [(*launch, x.data_ptr(), 9, 0.5, 1, 2)]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_sees_a_launch_and_its_tensors(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel()
+    prepared = PreparedKernel(kernel, {"SECOND": 2, "FIRST": 1}, {})
+    x = torch.zeros(64)
+    prepared.launch(5, (x,), (7,), (0.5,))
+    monkeypatch.setattr(knobs.runtime, hook, print)
+    prepared.launch(6, (x,), (9,), (0.5,))
+    assert kernel.observed == [((6, 1, 1), x, 9, 0.5, 1, 2)]
+    assert not kernel.direct
 
 
 @pytest.mark.parametrize(

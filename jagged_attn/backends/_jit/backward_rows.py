@@ -47,8 +47,7 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets
                      SOFTMAX: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
     """Zero the counters; write each query row's lse (base 2) and delta / out_scale.
 
-    ZERO says where the sum of dQ is zeroed: ``"all"``, ``"keyless"``, the rows that no key tile is the first to reach,
-    or ``"none"``.
+    ZERO says whether the sum of dQ is zeroed: ``"all"`` or ``"none"``.
 
     One program for each block and head of ``stats [blocks, H, 2, BM]``. Rows past the end of a sequence, and rows that
     see no key, get lse = +inf and delta = 0: their scores' exponentials are 0 whatever the score.
@@ -64,12 +63,8 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets
     rows = start + in_sequence
     columns = tl.arange(0, D)[None, :]
     if ZERO != "none":
-        untouched = row_ok
-        if ZERO == "keyless":
-            _, len_kv = partner_rows(offsets_kv, b, num_sequences, total_kv)
-            untouched = row_ok & (len_kv == 0)
         sums = dq_sum + ((rows * H + head) * D)[:, None] + columns
-        tl.store(sums, tl.zeros([BM, D], tl.float32), mask=untouched[:, None])
+        tl.store(sums, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None])
     if SOFTMAX:
         # Rows of no sequence have no keys.
         row_ok = row_ok & (b < num_sequences)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...masks import Full
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
 from .._jit.backward_rows import finish_dq, prepare_backward
+from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_gradients
@@ -40,7 +40,6 @@ class _Kernels:
 
     prepare: PreparedKernel
     keys: PreparedKernel
-    first_keys: PreparedKernel
     queries: PreparedKernel
     finish: PreparedKernel
 
@@ -49,28 +48,27 @@ class _Kernels:
 def _kernels(spec: AttentionSpec, on_gpu: bool) -> _Kernels:
     shared, dim = spec.kind == "broadcast_q", spec.head_dim
     sums = shared or not spec.deterministic
-    common = {
-        "H": spec.num_heads, "GROUP": spec.group_size, "D": dim, "MASK": spec.mask.code, "ACT": spec.activation[0],
-        "FAST_TANH": on_gpu, "BM": BLOCK_Q, "BN": BLOCK_KV, "STAGES": _STAGES[dim], "DS_STAGES": _DS_STAGES,
-        "REPLICAS": _REPLICAS if shared else 0, "SOFTMAX": spec.has_softmax, "COUNTERS": _COUNTERS * _APART,
-        "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK,
-        "ZERO": "none" if shared or not sums else "keyless" if _in_two(spec) else "all",
+    around = {
+        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "SOFTMAX": spec.has_softmax, "COUNTERS": _COUNTERS * _APART,
+        "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK, "ZERO": "none" if shared or not sums else "all",
     }  # fmt: skip
-    queries = {**common, "BM": 2 * BLOCK_Q, "BN": _BLOCK_KEYS, "STAGES": _KEY_STAGES}
+    common = {
+        "heads": spec.num_heads, "group": spec.group_size, "dim": dim, "mask": spec.mask.code,
+        "act": spec.activation[0], "fast_tanh": on_gpu,
+    }  # fmt: skip
+    keys = Constants(
+        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=_STAGES[dim], ds_stages=_DS_STAGES, sums=sums,
+        replicas=_REPLICAS if shared else 0,
+    )  # fmt: skip
+    queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
     four = {"num_warps": 4}
     tlx = {**four, "num_stages": 1}
     return _Kernels(
-        prepare=PreparedKernel(prepare_backward, common, four),
-        keys=PreparedKernel(backward_kv, {**common, "DQ": "add" if sums else "none"}, tlx),
-        first_keys=PreparedKernel(backward_kv, {**common, "DQ": ""}, tlx),
-        queries=PreparedKernel(backward_q, queries, tlx),
-        finish=PreparedKernel(finish_dq, common, {"num_warps": 8}),
+        prepare=PreparedKernel(prepare_backward, around, four),
+        keys=PreparedKernel(backward_kv, {"C": keys}, tlx),
+        queries=PreparedKernel(backward_q, {"C": queries}, tlx),
+        finish=PreparedKernel(finish_dq, around, {"num_warps": 8}),
     )
-
-
-def _in_two(spec: AttentionSpec) -> bool:
-    """Whether the first key tile of each sequence, which then sees all its queries, is a launch of its own."""
-    return spec.kind != "broadcast_q" and not spec.deterministic and isinstance(spec.mask, Full)
 
 
 def backward(
@@ -160,8 +158,6 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
         call.sizes,
         (call.dout.stride(0), inverse_out_scale),
     )
-    if _in_two(spec):
-        _launch_keys(call, kernels.first_keys, call.tables[1], stats, dq_sum, counters[1])
     _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
     factor = spec.scale * spec.out_scale
     if call.shared:

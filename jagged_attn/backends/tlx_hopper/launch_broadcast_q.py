@@ -10,6 +10,7 @@ from torch import Tensor
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
 from .._jit.backward_shared import prepare_shared, reduce_parts
+from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, matrix_map, ragged_map
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_gradients
@@ -69,21 +70,18 @@ class _Kernels:
 @lru_cache(maxsize=1024)
 def _kernels(spec: AttentionSpec, rows: int, on_gpu: bool, rings: tuple[tuple[str, Any], ...]) -> _Kernels:
     common = {
-        "H": spec.num_heads,
-        "D": spec.head_dim,
-        "ACT": spec.activation[0],
-        "ROWS": rows,
-        "DYNAMIC": not spec.deterministic,
-        "SCALES_OUT": spec.out_scale != 1.0,
-        "FAST_TANH": on_gpu,
-        "TRANSPOSED": rows == 32,
+        "H": spec.num_heads, "D": spec.head_dim, "ACT": spec.activation[0], "ROWS": rows, "TRANSPOSED": rows == 32,
         "PARTS": 32,
-        **dict(rings),
-    }
+    }  # fmt: skip
+    constants = Constants(
+        heads=spec.num_heads, dim=spec.head_dim, act=spec.activation[0], rows=rows, dynamic=not spec.deterministic,
+        scales_out=spec.out_scale != 1.0, fast_tanh=on_gpu, **dict(rings),
+    )  # fmt: skip
+    kernel = backward_64 if rows <= 64 else backward_128
     four = {"num_warps": 4}
     return _Kernels(
         prepare=PreparedKernel(prepare_shared, {**common, "BLOCK": min(rows, 64)}, four),
-        gradients=PreparedKernel(backward_64 if rows <= 64 else backward_128, common, {**four, "num_stages": 1}),
+        gradients=PreparedKernel(kernel, {"C": constants}, {**four, "num_stages": 1}),
         reduce=PreparedKernel(reduce_parts, {**common, "BLOCK": _REDUCE_BLOCK}, four),
     )
 
@@ -152,7 +150,7 @@ def _split(max_tiles: int, heads: int, device: torch.device) -> tuple[int, int]:
 def _ring_sizes(rows: int, dim: int) -> dict[str, Any]:
     """What fits into shared memory, as measured best on an H200: ``rows`` queries of head dim ``dim``."""
     if rows == 128:
-        return {"STAGES": 2 if dim == 128 else 6}
+        return {"halves": 2, "stages": 2 if dim == 128 else 6, "do_stages": 2, "dv_first": False}
     if dim == 128:
-        return {"STAGES": 6 if rows == 32 else 4, "DO_STAGES": 2 if rows == 32 else 3, "DV_FIRST": False}
-    return {"STAGES": 8, "DO_STAGES": 4, "DV_FIRST": True}
+        return {"halves": 1, "stages": 6 if rows == 32 else 4, "do_stages": 2 if rows == 32 else 3, "dv_first": False}
+    return {"halves": 1, "stages": 8, "do_stages": 4, "dv_first": True}

@@ -2,12 +2,12 @@
 
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from ...schedule.arch import num_processors
 from ...schedule.hopper import ROWS, ForwardConfig, forward_config
 from ...spec import AttentionSpec
+from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_outputs
@@ -17,24 +17,25 @@ from .forward import forward as forward_kernel
 _SLOT, _SLOTS = 8, 2
 
 
+def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
+    """What the kernel is compiled for."""
+    return Constants(
+        **vars(config), heads=spec.num_heads, group=spec.group_size, dim=spec.head_dim, mask=spec.mask.code,
+        act=spec.activation[0], broadcast_q=spec.kind == "broadcast_q",
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _plan(spec: AttentionSpec, num_queries: int | None) -> tuple[ForwardConfig, PreparedKernel]:
+    """The config and the kernel of a kind of call; ``num_queries`` is S of broadcast-Q."""
+    config = forward_config(spec.head_dim, num_queries, spec.mask)
+    return config, _prepared(spec, config)
+
+
 @lru_cache(maxsize=1024)
 def _prepared(spec: AttentionSpec, config: ForwardConfig) -> PreparedKernel:
-    constants = {
-        "H": spec.num_heads,
-        "GROUP": spec.group_size,
-        "D": spec.head_dim,
-        "BN": config.block_kv,
-        "GROUPS": config.groups,
-        "K_STAGES": config.k_stages,
-        "V_STAGES": config.v_stages,
-        "REGISTERS": config.registers,
-        "TURNS": config.turns,
-        "MASK": spec.mask.code,
-        "ACT": spec.activation[0],
-        "BROADCAST_Q": spec.kind == "broadcast_q",
-    }
     limit = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-    return PreparedKernel(forward_kernel, constants, {"num_warps": 4, "num_stages": 1, **limit})
+    return PreparedKernel(forward_kernel, {"C": constants(spec, config)}, {"num_warps": 4, "num_stages": 1, **limit})
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -46,15 +47,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
         return out.zero_(), lse.fill_(float("-inf"))
     shared = geometry.offsets_q is None
     num_queries, heads, dim = q.shape
-    config = forward_config(dim, num_queries if shared else None, spec.mask)
+    config, kernel = _plan(spec, num_queries if shared else None)
     query_tiles = -(-num_queries // config.block_q) if shared else 1
-    table, device = geometry.tables[0], q.device
-    ctas = min(table.shape[0] * heads * query_tiles, num_processors(device) * config.ctas_per_processor)
+    table = geometry.tables[0]
+    ctas = min(table.shape[0] * heads * query_tiles, num_processors(q.device) * config.ctas_per_processor)
     offsets_kv = geometry.offsets_kv.contiguous()
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
-    counter = torch.zeros(1, dtype=torch.int32, device=device)
-    slots = torch.empty(_SLOT * _SLOTS * ctas, dtype=torch.int32, device=device)
-    _prepared(spec, config).launch(
+    counter = table.new_zeros(1)
+    slots = table.new_empty(_SLOT * _SLOTS * ctas)
+    kernel.launch(
         ctas,
         (out, lse, table, offsets_q, offsets_kv, counter, slots),
         (table.shape[0], geometry.num_sequences, num_queries, k.shape[0]),
@@ -63,7 +64,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
             ragged_map(for_tma(q), ROWS, dim),
             ragged_map(for_tma(k), config.block_kv, dim),
             ragged_map(for_tma(v), config.block_kv, dim),
-            ragged_map(out.view(-1, heads, dim) if shared else out, ROWS, dim),
+            ragged_map(out, ROWS, dim),
         ),
     )
     return out, lse

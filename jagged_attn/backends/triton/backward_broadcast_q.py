@@ -19,8 +19,9 @@ def _stream_keys_and_values(
     begin, end, key_lo, key_hi, limit, len_kv, scale, out_scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK: tl.constexpr, ACT: tl.constexpr, FAST_TANH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Store dK and dV of the keys ``[begin, end)`` of a sequence, and add to dq / scale what they give.
+    """Store dK and dV of the keys ``[begin, end)`` of a sequence, or add to them, and add to dq / scale what they give.
 
     Keys from ``limit`` on are not read.
     """
@@ -40,6 +41,10 @@ def _stream_keys_and_values(
             j = first + tl.arange(0, BLOCK_KV)
             k_tile = load_tile(k + k_offsets, j < limit, D, BLOCK_D, True)
             v_tile = load_tile(v + v_offsets, j < limit, DV, BLOCK_DV, True)
+            if KEYS == "add":
+                # Asked for now, and there when the products are done.
+                dk_before = load_tile(dk + dk_offsets, j < len_kv, D, BLOCK_D, True)
+                dv_before = load_tile(dv + dv_offsets, j < len_kv, DV, BLOCK_DV, True)
             s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
             allowed = pairs_allowed(j[None, :], key_lo[:, None], key_hi[:, None], limit, MASK)
@@ -47,9 +52,15 @@ def _stream_keys_and_values(
             ds = score_gradient(s, p, dp, row_delta[:, None], allowed, scale, out_scale, ACT, FAST_TANH, True)
             ds = ds.to(k_tile.dtype)
             dv_tile = tl.dot(tl.trans(p.to(do.dtype)), do, input_precision=PRECISION)
-            store_tile(dv + dv_offsets, dv_tile * out_scale, j < len_kv, DV, BLOCK_DV)
+            dv_tile *= out_scale
+            if KEYS == "add":
+                dv_tile += dv_before.to(tl.float32)
+            store_tile(dv + dv_offsets, dv_tile, j < len_kv, DV, BLOCK_DV)
             dk_tile = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
-            store_tile(dk + dk_offsets, dk_tile * scale, j < len_kv, D, BLOCK_D)
+            dk_tile *= scale
+            if KEYS == "add":
+                dk_tile += dk_before.to(tl.float32)
+            store_tile(dk + dk_offsets, dk_tile, j < len_kv, D, BLOCK_D)
             dq = tl.dot(ds, k_tile, dq, input_precision=PRECISION)
             k += k_step
             v += v_step
@@ -68,8 +79,9 @@ def _walk(
 ):  # fmt: skip
     """dq / scale from the key tiles ``[tile, end)`` of the table, one sequence after another.
 
-    With KEYS the tile of queries is all there is, and dK and dV are stored too; without, delta is stored for the
-    kernel that makes them. The rows of no sequence count as keys without queries.
+    KEYS says what becomes of dK and dV, of which this tile of queries makes a share: it is stored (``"store"``), added
+    to what is there (``"add"``), or not made (``""``). Then delta is stored, for the kernel that makes them. The rows
+    of no sequence count as keys without queries.
     """
     i = first_query + tl.arange(0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -93,17 +105,17 @@ def _walk(
             )  # fmt: skip
             row_delta = tl.sum(do_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
             row_lse = tl.load(lse + rows, mask=row_ok, other=float("inf"))
-            if not KEYS:
+            if KEYS == "":
                 tl.store(delta + rows, row_delta, mask=row_ok)
         key_lo, key_hi = key_range(i, num_queries, limit, MASK)
         stop = tl.minimum(first_row + tiles * BLOCK_KV, len_kv)
-        if KEYS:
+        if KEYS != "":
             kv_stride: tl.constexpr = H
             dq = _stream_keys_and_values(
                 dq, q, do_tile, row_lse, row_delta, k + start * k_row, v + start * v_row,
                 dk + start * (kv_stride * D), dv + start * (kv_stride * DV), k_row, v_row,
                 kv_stride * D, kv_stride * DV, first_row, stop, key_lo, key_hi, limit, len_kv, scale, out_scale,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_KV, MASK, ACT, FAST_TANH, PRECISION, WIDE, KEYS,
             )  # fmt: skip
         else:
             last = tl.minimum(stop, limit)
@@ -124,10 +136,10 @@ def _walk(
     return dq
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_queries", "total_kv", "max_tiles", "num_parts"])
+@triton.jit(do_not_specialize=["num_sequences", "num_queries", "total_kv", "max_tiles", "num_parts", "query_tile"])
 def broadcast_q_backward(
     do, q, k, v, out, lse, delta, parts, dk, dv, table, offsets_kv,
-    num_sequences, num_queries, total_kv, max_tiles, num_parts,
+    num_sequences, num_queries, total_kv, max_tiles, num_parts, query_tile,
     do_batch, do_row, do_head, q_row, q_head, k_row, k_head, v_row, v_head, scale, out_scale,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -136,14 +148,19 @@ def broadcast_q_backward(
 ):  # fmt: skip
     """One program for each part of the key tile table, tile of the shared queries and head.
 
-    With KEYS, which needs one tile of queries and as many key heads as heads, K and V are streamed once and dK and dV
-    written on the way.
+    With KEYS, which needs as many key heads as heads, a launch is for one tile of queries, ``query_tile``: K and V are
+    streamed once for it, and dK and dV written on the way, or added to by tiles other than the first. Each of these
+    additions rounds to the dtype of dK and dV.
     """
     program = tl.program_id(0)
     head = program % H
-    query_tiles = tl.maximum(tl.cdiv(num_queries, BLOCK_Q), 1)
-    first_query = program // H % query_tiles * BLOCK_Q
-    part = program // H // query_tiles
+    if KEYS != "":
+        first_query = query_tile * BLOCK_Q
+        part = program // H
+    else:
+        query_tiles = tl.maximum(tl.cdiv(num_queries, BLOCK_Q), 1)
+        first_query = program // H % query_tiles * BLOCK_Q
+        part = program // H // query_tiles
     used = tl.cast(count_tiles(table, max_tiles), tl.int64)
     tile = (used * part // num_parts).to(tl.int32)
     end = (used * (part + 1) // num_parts).to(tl.int32)

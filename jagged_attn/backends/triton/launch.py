@@ -25,6 +25,8 @@ from .forward import forward as forward_kernel
 # workspace stays small.
 _PARTS_PER_PROCESSOR = 4
 _REDUCE_BLOCK = 64
+# Tiles of shared queries for which K and V are streamed anew, with dK and dV made on the way: measured with two.
+_MAX_ROUNDS = 2
 # Tiles have at most 256 rows: offsets within one fit into 31 bits below this row stride.
 _WIDE_STRIDE = 2**23
 
@@ -47,6 +49,7 @@ class _Plan:
     broadcast_q_forward_wide: PreparedKernel
     broadcast_q_partial: PreparedKernel
     broadcast_q_fused: tuple[PreparedKernel, ...]
+    broadcast_q_added: tuple[PreparedKernel, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -67,7 +70,7 @@ def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool, wide: boo
         "BROADCAST_Q": spec.kind == "broadcast_q",
     }
 
-    def prepare(kernel: Any, tile: TileConfig, **more: bool) -> PreparedKernel:
+    def prepare(kernel: Any, tile: TileConfig, **more: str) -> PreparedKernel:
         constants = {**common, "BLOCK_Q": tile.block_q, "BLOCK_KV": tile.block_kv, **more}
         return PreparedKernel(kernel, constants, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
 
@@ -80,8 +83,9 @@ def _plan(spec: AttentionSpec, device: torch.device, allow_tf32: bool, wide: boo
         backward_kv=prepare(backward_kv_kernel, configs.backward_kv),
         broadcast_q_forward=prepare(broadcast_q_forward_kernel, configs.forward),
         broadcast_q_forward_wide=prepare(broadcast_q_forward_kernel, configs.broadcast_q_forward_wide),
-        broadcast_q_partial=prepare(broadcast_q_backward_kernel, configs.broadcast_q_partial, KEYS=False),
-        broadcast_q_fused=tuple(prepare(broadcast_q_backward_kernel, c, KEYS=True) for c in fused),
+        broadcast_q_partial=prepare(broadcast_q_backward_kernel, configs.broadcast_q_partial, KEYS=""),
+        broadcast_q_fused=tuple(prepare(broadcast_q_backward_kernel, c, KEYS="store") for c in fused),
+        broadcast_q_added=tuple(prepare(broadcast_q_backward_kernel, c, KEYS="add") for c in fused),
     )
 
 
@@ -185,20 +189,32 @@ def _backward_keys(call: _Backward, offsets_q: Tensor, dout_batch: int, spec: At
 
 
 def _backward_broadcast_q(call: _Backward, spec: AttentionSpec, plan: _Plan) -> None:
-    q, table, num_queries = call.q, call.tables[1], call.q.shape[0]
-    fused = next((c for c in plan.broadcast_q_fused if c.constants["BLOCK_Q"] >= num_queries), None)
-    kernel = fused or plan.broadcast_q_partial
-    programs = spec.num_heads * max(-(-num_queries // kernel.constants["BLOCK_Q"]), 1)
+    q, num_queries = call.q, call.q.shape[0]
+    rounds = _rounds(plan, num_queries)
+    block = (rounds[0] if rounds else plan.broadcast_q_partial).constants["BLOCK_Q"]
+    programs = spec.num_heads * (1 if rounds else max(-(-num_queries // block), 1))
     num_parts = max(num_processors(q.device) * _PARTS_PER_PROCESSOR // programs, 1)
     parts = q.new_empty((num_parts, *q.shape), dtype=torch.float32)
-    kernel.launch(
-        programs * num_parts,
-        (call.dout, q, call.k, call.v, call.out, call.lse, call.delta, parts, call.dk, call.dv, table, call.offsets_kv),
-        (call.num_sequences, num_queries, call.k.shape[0], table.shape[0], num_parts),
-        (call.dout.stride(0), *call.strides, spec.scale, spec.out_scale),
-    )
-    if fused is None:
+    tensors = (call.dout, q, call.k, call.v, call.out, call.lse, call.delta, parts, call.dk, call.dv)
+    for query_tile, kernel in enumerate(rounds or [plan.broadcast_q_partial]):
+        table = call.tables[1]
+        kernel.launch(
+            programs * num_parts,
+            (*tensors, table, call.offsets_kv),
+            (call.num_sequences, num_queries, call.k.shape[0], table.shape[0], num_parts, query_tile),
+            (call.dout.stride(0), *call.strides, spec.scale, spec.out_scale),
+        )
+    if not rounds:
         # The kernel does not read offsets of the shared queries; any pointer will do.
         _backward_keys(call, call.offsets_kv, call.dout.stride(0), spec, plan)
     if q.numel():
         _reduce.launch(-(-q.numel() // _REDUCE_BLOCK), (parts, call.dq), (num_parts, q.numel()), ())
+
+
+def _rounds(plan: _Plan, num_queries: int) -> list[PreparedKernel]:
+    """The kernels of the fused backward, one for each tile of queries, if there are few enough of them."""
+    for store, add in zip(plan.broadcast_q_fused, plan.broadcast_q_added, strict=True):
+        rounds = max(-(-num_queries // store.constants["BLOCK_Q"]), 1)
+        if rounds == 1 or (store is plan.broadcast_q_fused[-1] and rounds <= _MAX_ROUNDS):
+            return [store] + [add] * (rounds - 1)
+    return []
