@@ -149,8 +149,12 @@ def layout_of(x: Jagged) -> JaggedLayout:
 
 
 def _offsets(x: Any) -> Tensor:
-    if _is_nested(x) or x.offsets_or_none() is not None:
+    if _is_nested(x):
         return x.offsets()
+    # TorchRec's `offsets` writes to x even where they are known, which torch.compile forbids in a checkpointed layer.
+    known = x.offsets_or_none()
+    if known is not None:
+        return known
     is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     try:
         # Offsets made in inference mode, and kept by x, would fail in a training step with the same x.

@@ -6,6 +6,7 @@ into chunks, so memory stays bounded. The plan is made on the host, by a fixed n
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,11 +16,17 @@ from ._rows import RowIndex, RowRange, Rows, SequenceIndex
 
 # Named wherever a tensor is made, since a user may have set another default device.
 _HOST = torch.device("cpu")
-# Largest length of each class: steps of 16 up to 128, then 8 steps an octave. Padding to the longest of a class adds
-# less than 16 rows or an eighth. Finer classes make more and smaller chunks, each with a fixed cost.
-_CLASS_ENDS = torch.tensor(
-    [*range(16, 128, 16), *(step << octave for octave in range(4, 40) for step in range(8, 16))], device=_HOST
-)
+
+
+@cache
+def _class_ends() -> Tensor:
+    """Largest length of each class: steps of 16 up to 128, then 8 steps an octave.
+
+    Padding to the longest of a class adds less than 16 rows or an eighth. Finer classes make more and smaller chunks,
+    each with a fixed cost. Made by the first plan and not by the import, which may happen while a graph is traced.
+    """
+    octaves = [step << octave for octave in range(4, 40) for step in range(8, 16)]
+    return torch.tensor([*range(16, 128, 16), *octaves], device=_HOST)
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,8 @@ def _order(lengths_q: Tensor, lengths_kv: Tensor) -> Tensor:
 
 
 def _classes(lengths_q: Tensor, lengths_kv: Tensor) -> Tensor:
-    return torch.bucketize(lengths_q, _CLASS_ENDS) * len(_CLASS_ENDS) + torch.bucketize(lengths_kv, _CLASS_ENDS)
+    ends = _class_ends()
+    return torch.bucketize(lengths_q, ends) * len(ends) + torch.bucketize(lengths_kv, ends)
 
 
 @dataclass(frozen=True)

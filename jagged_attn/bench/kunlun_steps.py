@@ -44,6 +44,10 @@ class Scenario:
     num_tokens: int = 16
     embed_dim: int = 256
 
+    def times(self, count: int) -> "Scenario":
+        """The same with ``count`` times as many samples."""
+        return replace(self, batch=self.batch * count)
+
     def small(self) -> "Scenario":
         """The same at a size that a CPU runs in seconds."""
         towers = {

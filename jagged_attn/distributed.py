@@ -1,0 +1,87 @@
+"""``fully_shard`` (FSDP2) for modules that take and return jagged tensors."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from .jagged_tensor import Jagged, layout_of
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _Opened(NamedTuple):
+    """What a TorchRec ``JaggedTensor`` is made of, in a container that FSDP looks into."""
+
+    values: Tensor
+    weights: Tensor | None
+    lengths: Tensor | None
+    offsets: Tensor
+    kind: type
+
+
+def fully_shard(module: M, **options: Any) -> M:
+    """``torch.distributed.fsdp.fully_shard``, for a module whose arguments or results hold ``JaggedTensor``s.
+
+    FSDP2 gathers the parameters of a module again when the first gradient of its outputs arrives, and reduces their
+    gradients when those of its inputs are complete. It knows inputs and outputs by looking into tuples, lists and
+    dicts. PyTorch from 2.12 on does not look into a ``JaggedTensor``: the backward of a layer that returns nothing
+    else then fails, because its parameters are not there. Here hooks around FSDP's own show it the rows.
+
+    Modules that take and return plain tensors need no more than PyTorch's function; this one does the same to them.
+    Offsets and lengths stay the very same objects, so a stack still shares one layout.
+
+    Args:
+        module: as for PyTorch's function.
+        options: its keywords: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ... With a ``mp_policy``, FSDP casts
+            every floating input of the module, which would round the ``rotation`` of ``RotaryTemporalEmbedding`` and
+            timestamps: give layers below the root ``cast_forward_inputs=False``, and timestamps as integers.
+
+    Returns:
+        ``module``.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, **options)
+    # FSDP's own hooks are there already: the first of each pair goes before them, the second after them.
+    module.register_forward_pre_hook(_before(_open), prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(_before(_close), with_kwargs=True)
+    module.register_forward_hook(_after(_open), prepend=True)
+    module.register_forward_hook(_after(_close))
+    return module
+
+
+def _before(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda module, args, kwargs: (change(args), change(kwargs))
+
+
+def _after(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda module, args, output: change(output)
+
+
+def _open(x: Any) -> Any:
+    return _map(x, lambda leaf: _parts(leaf) if _is_jagged_tensor(leaf) else leaf)
+
+
+def _close(x: Any) -> Any:
+    if isinstance(x, _Opened):
+        return x.kind(values=x.values, weights=x.weights, lengths=x.lengths, offsets=x.offsets)
+    return _map(x, lambda leaf: _close(leaf) if isinstance(leaf, _Opened) else leaf)
+
+
+def _parts(x: Any) -> _Opened:
+    # The offsets are computed here if they were not known, and kept by x: once for all layers.
+    return _Opened(x.values(), x.weights_or_none(), x.lengths_or_none(), layout_of(x).offsets, type(x))
+
+
+def _is_jagged_tensor(x: Jagged) -> bool:
+    return not isinstance(x, Tensor) and not hasattr(x, "keys") and hasattr(x, "weights_or_none")
+
+
+def _map(x: Any, change: Callable[[Any], Any]) -> Any:
+    """``x`` with its leaves changed, inside dicts, lists and plain tuples."""
+    if type(x) is dict:
+        return {key: _map(value, change) for key, value in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(_map(item, change) for item in x)
+    return change(x)

@@ -1,0 +1,254 @@
+"""What many ranks and servers need of a GPU: no wait for the device, graphs captured once, few compilations."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from jagged_attn import SlidingWindow, modules
+from jagged_attn.bench.kunlun_steps import Batch, Ranker, Scenario, loss_of, make_batch
+from jagged_attn.compiling import mark_dynamic
+from jagged_attn.jagged_tensor import to_jagged_tensor
+from jagged_attn.modules import EventTowerConfig, InteractionConfig, SubBlocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+DEVICE = "cuda"
+LENGTHS = (3, 0, 65, 128, 1, 200)
+B, E, N = len(LENGTHS), 128, 5
+TOWERS = {
+    "click": EventTowerConfig(128, 2, num_tokens=4, num_layers=2, window=16, num_seeds=16, num_keys=32),
+    "impression": EventTowerConfig(64, 1, num_tokens=3, num_layers=1, window=16, num_seeds=8, num_keys=32),
+}
+SCENARIO = Scenario(TOWERS, batch=8, longest=150, lengths="uniform_from_one", num_tokens=N, embed_dim=E)
+
+
+def rows(width: int = E) -> Any:
+    """A jagged tensor of other values each time."""
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(DEVICE)
+    return to_jagged_tensor(torch.randn(sum(LENGTHS), width, device=DEVICE, requires_grad=True), offsets)
+
+
+def dense(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, requires_grad=True)
+
+
+def events() -> dict[str, Any]:
+    return {name: rows(tower.embed_dim) for name, tower in TOWERS.items()}
+
+
+def seconds() -> Tensor:
+    return torch.arange(sum(LENGTHS), device=DEVICE) * 1000
+
+
+def rotation() -> Tensor:
+    return modules.RotaryTemporalEmbedding(64)(rows(), seconds())
+
+
+_PLAN = SubBlocks(True, True, True)
+_SIZES = InteractionConfig(num_summary_tokens=3)
+Call = tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]
+CALLS: dict[str, Call] = {
+    "HeadNorm": (lambda: modules.HeadNorm(64), lambda: (dense(7, 2, 64),)),
+    "HierarchicalSeedPooling": (
+        lambda: modules.HierarchicalSeedPooling(E, 2, num_seeds=16, num_tokens=4), lambda: (rows(),)
+    ),
+    "JaggedMultiHeadAttention": (
+        lambda: modules.JaggedMultiHeadAttention(E, 2, mask=SlidingWindow(9, 9), qk_norm=True), lambda: (rows(),)
+    ),
+    "JaggedTargetAttention": (lambda: modules.JaggedTargetAttention(E, 2), lambda: (rows(), rows())),
+    "KeyValueGeneration": (lambda: modules.KeyValueGeneration(N, E, 32, E, 2), lambda: (dense(B, N, E),)),
+    "Kunlun": (
+        lambda: modules.Kunlun(N, E, TOWERS, _SIZES),
+        lambda: (dense(B, N, E), events(), {"click": seconds()}),
+    ),
+    "KunlunInteractionBlock": (
+        lambda: modules.KunlunInteractionBlock(N, E, TOWERS, dict.fromkeys(TOWERS, True), _SIZES),
+        lambda: (dense(B, N, E), events(), {}),
+    ),
+    "KunlunLayer": (
+        lambda: modules.KunlunLayer(N, E, TOWERS, dict.fromkeys(TOWERS, _PLAN), _SIZES),
+        lambda: (dense(B, N, E), events(), {}, {"click": rotation(), "impression": None}),
+    ),
+    "KunlunTransformerBlock": (
+        lambda: modules.KunlunTransformerBlock(TOWERS["click"], _PLAN, 3, E),
+        lambda: (rows(), dense(B, 3, E), rotation()),
+    ),
+    "PersonalizedFeedForward": (
+        lambda: modules.PersonalizedFeedForward(E, 2, N, num_keys=32), lambda: (rows(), dense(B, N, E))
+    ),
+    "RankingHead": (lambda: modules.RankingHead(N, E), lambda: (dense(B, N, E),)),
+    "RotaryTemporalEmbedding": (lambda: modules.RotaryTemporalEmbedding(64), lambda: (rows(), seconds())),
+    "SeedPooling": (lambda: modules.SeedPooling(E, 2, num_seeds=6), lambda: (rows(),)),
+    "SumKronLinear": (lambda: modules.SumKronLinear(16, 4, E), lambda: (dense(B, 16, E),)),
+    "TemporalSelfAttention": (
+        lambda: modules.TemporalSelfAttention(E, 2, mask=SlidingWindow(9, 9)), lambda: (rows(), rotation())
+    ),
+    "TokenLinear": (lambda: modules.TokenLinear(N, 3), lambda: (dense(B, N, E),)),
+    "WeightGeneration": (lambda: modules.WeightGeneration(N, 3, E), lambda: (dense(B, N, E),)),
+    "WukongExperts": (lambda: modules.WukongExperts(N, N, E), lambda: (dense(B, N, E),)),
+    "WukongLayer": (lambda: modules.WukongLayer(N, E, num_fmb=3, num_lcb=2), lambda: (dense(B, N, E),)),
+}  # fmt: skip
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever waits for the device raises."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """All floating tensors of a result."""
+    if isinstance(x, dict):
+        return [t for value in x.values() for t in tensors(value)]
+    if isinstance(x, tuple):
+        return [t for value in x for t in tensors(value)]
+    return [x if isinstance(x, Tensor) else x.values()]
+
+
+def step(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    results = [x for x in tensors(module(*arguments)) if x.requires_grad]
+    if results:
+        torch.autograd.backward(results, [torch.ones_like(x) for x in results])
+
+
+def test_every_module_is_listed() -> None:
+    kinds = {name for name, x in vars(modules).items() if isinstance(x, type) and issubclass(x, nn.Module)}
+    assert kinds == set(CALLS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_module_waits_for_the_device(name: str) -> None:
+    build, inputs = CALLS[name]
+    module = build().to(DEVICE)
+    step(module, inputs())  # kernels are compiled and handles made
+    arguments = inputs()  # whose layouts nothing knows yet
+    with no_waiting():
+        step(module, arguments)
+
+
+@dataclass
+class Capacity:
+    """Buffers for batches of at most so many samples and rows; what is left over has no weight in the loss."""
+
+    samples: int
+    rows: dict[str, int]
+
+    def fitted(self, batch: Batch) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+        """Arguments of a ``Ranker``, labels and weights of the samples, all of this capacity."""
+        more = self.samples - len(batch.labels)
+
+        def longer(x: Tensor, size: int) -> Tensor:
+            return torch.cat([x.detach(), x.detach().new_zeros((size - x.shape[0], *x.shape[1:]))])
+
+        values = {name: longer(x, self.rows[name]) for name, x in batch.values.items()}
+        stamps = {name: longer(x, self.rows[name]) for name, x in batch.timestamps.items()}
+        offsets = {name: torch.cat([x, x[-1:].expand(more)]) for name, x in batch.offsets.items()}
+        weights = longer(torch.full_like(batch.labels, 1.0, dtype=torch.float32), self.samples) / len(batch.labels)
+        labels = longer(batch.labels.float(), self.samples)
+        return (longer(batch.tokens, self.samples), values, offsets, stamps), labels, weights
+
+
+def make_step(model: nn.Module, rate: float = 0.01) -> Callable[[Any], Tensor]:
+    """A whole training step: forward, backward, update."""
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+
+    def train(fitted: tuple[tuple[Any, ...], Tensor, Tensor]) -> Tensor:
+        arguments, labels, weights = fitted
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            model(*arguments).float(), labels, weights, reduction="sum"
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return train
+
+
+def flat(x: Any) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_training_step_is_captured_once_and_replayed_with_other_offsets(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    device = torch.device(DEVICE)
+    model = Ranker(SCENARIO, "auto").to(device, dtype)
+    plain = copy.deepcopy(model)
+    # From an eighth to all of the samples and rows.
+    batches = [
+        make_batch(replace(SCENARIO, batch=1 + seed % 8, longest=20 + 6 * seed), seed, device, dtype)
+        for seed in range(21)
+    ]
+    rows_of = {name: max(x.values[name].shape[0] for x in batches) for name in TOWERS}
+    capacity = Capacity(8, rows_of)
+    static = capacity.fitted(batches[0])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    start = copy.deepcopy(model.state_dict())
+    with torch.cuda.stream(side):
+        train = make_step(model)
+        for _ in range(3):
+            train(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = train(static)
+    model.load_state_dict(start)
+    train_plainly = make_step(plain)
+    rtol = 1e-4 if dtype == torch.float32 else 3e-2
+    for batch in batches[1:]:
+        for target, source in zip(flat(static), flat(capacity.fitted(batch)), strict=True):
+            target.copy_(source)
+        graph.replay()
+        # The uncaptured run has batches of their own size: nothing is left over in them.
+        own = Capacity(len(batch.labels), {name: x.shape[0] for name, x in batch.values.items()})
+        torch.testing.assert_close(loss, train_plainly(own.fitted(batch)), rtol=rtol, atol=rtol)
+    for (name, captured), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        error, size = (captured - expected).float().norm(), expected.float().norm()
+        assert error <= rtol * size + 1e-6, f"{name}: {error} of {size}"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_dense_part_compiles_at_most_twice_for_20_batches(backend: str) -> None:
+    torch.manual_seed(0)
+    device = torch.device(DEVICE)
+    model = Ranker(SCENARIO, "auto").to(device)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    parameters = list(model.parameters())
+    # First the lengths alone change, then the number of samples too: what costs three compilations unmarked.
+    for seed in range(20):
+        scenario = replace(SCENARIO, batch=8 if seed < 3 else 2 + seed % 9, longest=20 + 7 * seed)
+        batch = make_batch(scenario, seed, device, torch.float32)
+        arguments = (batch.tokens, batch.values, batch.offsets, batch.timestamps)
+        mark_dynamic(*arguments)
+        results = []
+        for function in (compiled, model):
+            logits = function(*arguments)
+            results.append((logits.detach(), torch.autograd.grad(loss_of(logits, batch.labels), parameters)))
+        (logits, gradients), (expected, wanted) = results
+        if backend == "aot_eager":
+            assert torch.equal(logits, expected)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        error = torch.stack([(g - w).norm() for g, w in zip(gradients, wanted, strict=True)]).norm()
+        assert error <= 1e-4 * torch.stack([w.norm() for w in wanted]).norm()
+    assert counter.frame_count <= 2
+    torch._dynamo.reset()

@@ -1,0 +1,73 @@
+"""DDP and FSDP2 train what one process trains; two gloo processes, started and ended here."""
+
+import csv
+import os
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+from ranks import run_ranks
+
+from jagged_attn.bench.scaling_checks import CHECKS
+
+Results = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What each of two ranks reports of ``scaling_jobs.everything``: one start of two processes for all tests."""
+    import scaling_jobs
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the workers of this run of pytest share it
+    kept = folder / "results-of-data-parallel-ranks.pt"
+    with FileLock(kept.with_suffix(".lock")):
+        if not kept.exists():
+            ranks = tmp_path_factory.mktemp("ranks")
+            found = run_ranks(scaling_jobs.everything, ranks, timeout=150)
+            with (ranks / "speed.csv").open() as file:
+                found[0]["rows"] = list(csv.DictReader(file))
+            torch.save(found, kept)
+        return torch.load(kept, weights_only=False)
+
+
+@pytest.mark.parametrize("what", CHECKS)
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_ranks_train_what_one_process_trains(how: str, what: str, results: Results) -> None:
+    # Among others with a rank that has no events, or no samples, in a step.
+    for rank in results:
+        assert all(ratio <= 1 for ratio in rank[f"{how} {what}"].values())
+
+
+def test_a_wrong_factor_of_the_gradients_is_seen(results: Results) -> None:
+    for rank in results:
+        assert "ddp, mixed: " in rank["wrong factor"]
+
+
+def test_layers_that_return_jagged_tensors_alone_are_sharded(results: Results) -> None:
+    for rank in results:
+        stack = rank["stack"]
+        assert stack["is jagged"]
+        for name, gradient in stack["gradients"].items():
+            torch.testing.assert_close(gradient, stack["expected"][name])
+
+
+def test_a_sharded_stack_shares_one_layout(results: Results) -> None:
+    assert all(rank["stack"]["one layout"] for rank in results)
+
+
+def test_weak_scaling_is_printed_and_written_by_the_first_rank(results: Results) -> None:
+    first, second = (rank["speed"] for rank in results)
+    assert second == ""
+    assert "none   1 ranks" in first
+    assert "ddp    2 ranks" in first
+    assert "fsdp2  2 ranks" in first
+    rows = results[0]["rows"]
+    assert [(row["parallel"], row["ranks"]) for row in rows] == [("none", "1"), ("ddp", "2"), ("fsdp2", "2")]
+    for row in rows:
+        assert float(row["scaling"]) == pytest.approx(
+            int(row["ranks"]) * float(rows[0]["step_ms"]) / float(row["step_ms"])
+        )
+        assert "jagged_attn.bench.scaling speed" in row["command"]
