@@ -76,7 +76,11 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
             tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf])
             count += 1
             if i == 0:
-                following = _take(next_item(counter), turn + 1, hand_out, where, C)
+                # With a CTA for each item there is no second round, and no counter.
+                number = tl.num_programs(0)
+                if number < where[3] * C.heads * where[7]:
+                    number = next_item(counter)
+                following = _take(number, turn + 1, hand_out, where, C)
         turn += 1
         item = following
 

@@ -50,10 +50,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     config, kernel = _plan(spec, num_queries if shared else None)
     query_tiles = -(-num_queries // config.block_q) if shared else 1
     table = geometry.tables[0]
-    ctas = min(table.shape[0] * heads * query_tiles, num_processors(q.device) * config.ctas_per_processor)
+    items = table.shape[0] * heads * query_tiles
+    ctas = min(items, num_processors(q.device) * config.ctas_per_processor)
     offsets_kv = geometry.offsets_kv.contiguous()
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
-    counter = table.new_zeros(1)
+    # With a CTA for each item the kernel does not read the counter, and zeros are a launch of their own.
+    counter = table.new_zeros(1) if ctas < items else table
     slots = table.new_empty(_SLOT * _SLOTS * ctas)
     kernel.launch(
         ctas,
