@@ -34,8 +34,9 @@ def check(case: Case, target: Target, dtype: torch.dtype, magnitude: float = 1.0
     for name in exact:
         results = actual[name].cpu(), exact[name], eager[name]
         if target.device == "cuda" and str(case.options.get("activation")).startswith("fast_"):
-            # The hardware's tanh: what the activations' own test holds to a thousandth.
-            assert (results[0].double() - exact[name]).norm() <= 1e-3 * exact[name].norm(), name
+            # The hardware's tanh: what the activations' own test holds to a thousandth, beside what the dtype costs.
+            error, of_dtype = ((x.double() - exact[name]).norm() for x in (results[0], eager[name]))
+            assert error <= 2 * of_dtype + 1e-3 * exact[name].norm(), name
             continue
         assert_within(f"{case.name} {name}", *results, **facts)
         # Outputs shrink as sequences grow: a tolerance for the whole batch would be blind on the longest of them.

@@ -1,8 +1,7 @@
 """What many ranks and servers need of a GPU: no wait for the device, graphs captured once, few compilations."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from waiting import no_waiting
 
 from jagged_attn import SlidingWindow, modules
 from jagged_attn.bench.kunlun_steps import Batch, Ranker, Scenario, loss_of, make_batch
@@ -97,20 +97,6 @@ CALLS: dict[str, Call] = {
     "WukongExperts": (lambda: modules.WukongExperts(N, N, E), lambda: (dense(B, N, E),)),
     "WukongLayer": (lambda: modules.WukongLayer(N, E, num_fmb=3, num_lcb=2), lambda: (dense(B, N, E),)),
 }  # fmt: skip
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever waits for the device raises."""
-    if not torch.cuda.is_available():
-        yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def tensors(x: Any) -> list[Tensor]:

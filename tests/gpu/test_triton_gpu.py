@@ -1,10 +1,9 @@
 """What only a GPU shows of the portable backend: wide strides, capture, alignment, the hardware's tanh."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from torch import Tensor
+from waiting import no_waiting
 
 import jagged_attn as ja
 from jagged_attn.activations import ELEMENTWISE
@@ -95,23 +94,14 @@ def test_views_of_any_alignment_are_right_after_an_aligned_call(shift: int) -> N
             assert torch.equal(actual, expected[name]), name
 
 
-@pytest.fixture
-def no_sync() -> Iterator[Callable[[bool], None]]:
-    before = torch.cuda.get_sync_debug_mode()
-    yield lambda on: torch.cuda.set_sync_debug_mode("error" if on else before)
-    torch.cuda.set_sync_debug_mode(before)
-
-
-# PyTorch says once that its check is a prototype.
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("shared", [None, 33, 200])
-def test_neither_direction_waits_for_the_device(shared: int | None, no_sync: Callable[[bool], None]) -> None:
+def test_neither_direction_waits_for_the_device(shared: int | None) -> None:
     inputs = attention_inputs(
         LENGTHS, num_shared_queries=shared, num_heads=2, head_dim=64, dtype=torch.bfloat16, device="cuda"
     )
     gradients(inputs, "triton")
-    no_sync(True)
-    gradients(inputs, "triton")
+    with no_waiting():
+        gradients(inputs, "triton")
 
 
 @pytest.mark.parametrize("shared", [None, 33, 200])

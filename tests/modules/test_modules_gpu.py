@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from waiting import no_waiting
 
 from jagged_attn import Causal
 from jagged_attn.jagged_tensor import with_values
@@ -95,18 +96,13 @@ def test_autocast_on_a_gpu_is_as_close_to_float64_as_autocast_on_a_cpu() -> None
         assert_within(name, results[DEVICE][name].cpu(), expected, results["cpu"][name])
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_no_call_waits_for_the_device() -> None:
     model, batch = Model().to(DEVICE), inputs(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         run(model, *batch)  # compiles the kernels
         fresh = inputs(DEVICE)
-        torch.cuda.synchronize()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with no_waiting():
             run(model, *fresh)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_offsets_left_on_the_cpu_are_refused_and_both_devices_named() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import no_waiting
 
 import jagged_attn
 from jagged_attn import JaggedMultiHeadAttention, JaggedTargetAttention, UnsupportedError
@@ -83,15 +84,11 @@ def test_a_pinned_batch_is_prepared_on_the_copy_stream_without_waiting() -> None
     batch = JaggedBatch(features(), torch.ones(7), {"age": torch.ones(5, 2)}, stage()).pin_memory()
     assert batch.features.values().is_pinned()
     batch.to(device)  # what is made once a process
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         with torch.cuda.stream(stream):
             moved = batch.to(device, non_blocking=True)
         torch.cuda.current_stream().wait_stream(stream)
         moved.record_stream(torch.cuda.current_stream())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert moved.tables
     assert moved.layouts["clicks"].offsets.diff().tolist() == CLICKS
 
