@@ -18,6 +18,7 @@ class BackendEntry(NamedTuple):
 
 
 BACKENDS: dict[str, BackendEntry] = {
+    "tlx_blackwell": BackendEntry("tlx_blackwell.capability", "tlx_blackwell.launch", ("cuda",)),
     "tlx_hopper": BackendEntry("tlx_hopper.capability", "tlx_hopper.launch", ("cuda",)),
     "triton": BackendEntry("triton.capability", "triton.launch", ("cuda",)),
     "eager": BackendEntry("eager", "eager", ("cpu",)),

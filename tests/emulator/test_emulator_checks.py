@@ -273,6 +273,18 @@ def test_a_reuse_group_cannot_be_assigned():
         emulate(small.named_group, (1,), {})
 
 
+def test_a_specialised_kernel_ends_with_a_barrier_of_the_cluster():
+    def run(barrier, **checks):
+        launch = Launch(Schedule("starve_cta:1", 0), Checks(**checks), cluster=2)
+        return emulate(small.last_words, (2,), {"y": torch.empty(2), "BARRIER": barrier}, launch)
+
+    with pytest.raises(EmulatorError, match=r"EXIT.*arrives at bar\[0\] of cta0, which has ended"):
+        run(False)
+    run(False, cluster_end=True)
+    with pytest.raises(EmulatorError, match=r"REMOTE.*a cluster barrier in a specialised kernel hangs"):
+        run(True, cluster_end=True)
+
+
 def test_only_a_local_barrier_can_be_waited_for():
     with pytest.raises(EmulatorError, match=r"REMOTE.*only a local mbarrier"):
         emulate(small.remote_wait, (2,), {"y": torch.empty(1)}, Launch(cluster=2))

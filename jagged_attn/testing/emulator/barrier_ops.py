@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .barriers import BarrierArray, Mbarrier, Rendezvous
 from .errors import Verdict
-from .machine import Cta, machine
+from .machine import Cta, Machine, machine
 from .memory import SMEM
 from .numerics import is_true, tensor, unwrap
 from .parameters import NAMED_BARRIERS, THREADS_PER_WARP
@@ -151,6 +151,14 @@ def named_barrier_arrive(bar: Any, arrive_count: Any) -> None:
 def cluster_barrier() -> None:
     """Wait for every CTA of the cluster."""
     run = machine()
+    if run.running.cta.specialised:
+        text = "a cluster barrier in a specialised kernel hangs: the warps of its tasks arrive once, at the end"
+        raise run.fail(Verdict.REMOTE, text)
+    meet_cluster(run)
+
+
+def meet_cluster(run: Machine) -> None:
+    """Wait for every CTA of the cluster, one task each."""
     cluster = run.running.cta.cluster
     meeting = cluster[0].named.setdefault(-1, Rendezvous())
     generation = meeting.arrive(run.running, 1, len(cluster), "the cluster barrier")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from triton.runtime.interpreter import InterpretedFunction
@@ -27,7 +28,7 @@ from .mutants import (
     target,
     without_barrier,
 )
-from .rewrite import base_function, parse
+from .rewrite import assigned, base_function, parse
 
 
 def _trips(nth: int, new: str) -> Callable[[ast.FunctionDef], None]:
@@ -123,17 +124,23 @@ def _mutant(kind: str, site: Site, operator: Operator) -> Mutant:
     return Mutant(f"{kind} | {site}", site, operator, EXPECTED[kind])
 
 
-def standard_mutants(kernel: Any) -> list[Mutant]:
-    """Every fault of a standard kind that has a site in ``kernel``."""
+def standard_mutants(kernel: Any, helpers: Mapping[str, str] = MappingProxyType({})) -> list[Mutant]:
+    """Every fault of a standard kind that has a site in ``kernel``.
+
+    Args:
+        kernel: The jit function.
+        helpers: Functions of its module that stand for an operation, as ``{"_arrive": "barrier_arrive"}``: faults go to
+            where they are called, not into them.
+    """
     made: list[Mutant] = []
     for name, function in functions(kernel).items():
+        if name in helpers:
+            continue
         definition = parse(function)
         for operation, kind, operator in _PER_CALL:
-            made += [
-                _mutant(kind, site, operator)
-                for site, place in _sites(name, definition, operation)
-                if _fits(kind, place)
-            ]
+            for called in (operation, *(h for h, meant in helpers.items() if meant == operation)):
+                sites = _sites(name, definition, called)
+                made += [_mutant(kind, site, operator) for site, place in sites if _fits(kind, place)]
         made += _dot_mutants(name, definition)
         made += _count_mutants(name, definition)
         made += _trip_mutants(name, definition)
@@ -174,7 +181,7 @@ def _count_mutants(name: str, definition: ast.FunctionDef) -> list[Mutant]:
     made = []
     for number, place in enumerate(places(definition, "alloc_barriers")):
         assert isinstance(place.statement, ast.Assign)
-        barrier = ast.unparse(place.statement.targets[0])
+        barrier = next(ast.unparse(t) for t, value in assigned(place.statement) if value is place.call)
         site = Site(name, "alloc_barriers", "", number)
         counted = len(place.call.args) > 1
         higher = argument(1, "_ + 1") if counted else argument("arrive_count", "2")

@@ -49,7 +49,19 @@ def vote_ballot_sync(mask: Any, pred: tl.tensor) -> tl.tensor:
 
 
 _MODULES = (buffer_ops, barrier_ops, copies, matrix, launch_control)
-_NOT_TLX = {"values", "indices", "by_rank", "in_cta", "unwrap", "tensor", "raw_data", "is_true", "decode", "np_dtype"}
+_NOT_TLX = {
+    "values",
+    "indices",
+    "by_rank",
+    "in_cta",
+    "meet_cluster",
+    "unwrap",
+    "tensor",
+    "raw_data",
+    "is_true",
+    "decode",
+    "np_dtype",
+}
 
 
 def _operations() -> dict[str, Any]:
@@ -126,6 +138,9 @@ def inline_asm_elementwise(
         return clock64()
     lines = [line.strip() for line in re.split(r"[;\n]", text)]
     real = [line for line in lines if line.strip("{} \t") and not _PTX_NOISE.match(line)]
+    if len(real) == 1 and (store_wait := re.fullmatch(r"cp\.async\.bulk\.wait_group (\d+)", real[0])):
+        copies.async_descriptor_store_wait(int(store_wait[1]))
+        return tensor(np.zeros((), np_dtype(unwrap(dtype))), unwrap(dtype))
     for pattern, function in _PTX_MNEMONICS:
         if len(real) == 1 and re.match(pattern, real[0].lstrip("{ ")):
             return tensor(encode(function(*(_wide(a) for a in args)), unwrap(dtype)), unwrap(dtype))

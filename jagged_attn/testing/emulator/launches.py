@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter
 
+from .rewrite import Program
 from .run import Launch, Report, emulate
 
 _LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "ctas_per_cga", "cluster_dims", "launch_cluster"}
 
 
 @contextmanager
-def emulated_launches(launch: Launch = Launch()) -> Iterator[list[Report]]:  # noqa: B008 - frozen
+def emulated_launches(launch: Launch = Launch(), program: Program | None = None) -> Iterator[list[Report]]:  # noqa: B008
     """Send every ``kernel[grid](...)`` in the block to the emulator; yield the list of their reports.
 
     Launch options of the call that matter (``num_warps``, ``ctas_per_cga``) override those of ``launch``;
-    ``outputs`` and ``scratch`` apply to the kernels that have such arguments.
+    ``outputs`` and ``scratch`` apply to the kernels that have such arguments. ``program`` is a kernel with a fault.
     """
     reports: list[Report] = []
 
@@ -29,7 +30,7 @@ def emulated_launches(launch: Launch = Launch()) -> Iterator[list[Report]]:  # n
         bound = inspect.signature(self.fn).bind(*args, **kwargs)
         bound.apply_defaults()
         where = grid(bound.arguments) if callable(grid) else grid
-        reports.append(emulate(self, where, bound.arguments, _adapt(launch, options, self.arg_names)))
+        reports.append(emulate(self, where, bound.arguments, _adapt(launch, options, self.arg_names), program))
 
     original = interpreter.InterpretedFunction.run
     module: Any = interpreter.InterpretedFunction

@@ -90,6 +90,7 @@ class Cta:
         self.accumulators: list[tuple[Buffer, Clock]] = []
         self.issued = 0
         self.started = False
+        self.specialised = False
         self.ended = False
 
     @property

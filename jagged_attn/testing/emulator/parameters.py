@@ -39,6 +39,8 @@ class Checks:
         exits: Work in flight and barriers half full when a CTA ends.
         budgets: Shared memory, tensor memory, warps, registers.
         equal_aliases: A ``reuse=`` in tensor memory is as large as what it lies over; fbtriton takes smaller ones.
+        cluster_end: Count the cluster barrier that fbtriton puts at the end of a specialised kernel (seen in its PTX,
+            3.7.4): no CTA leaves while another may still arrive at its barriers.
         strict_mma: Take the PTX text at its word: products are ordered only with products into the same accumulator
             of the same shape. Off by default: kernels in use rely on the queue being in order.
         overflow: Raise when 32-bit integer arithmetic in a kernel overflows (slower).
@@ -52,6 +54,7 @@ class Checks:
     exits: bool = True
     budgets: bool = True
     equal_aliases: bool = False
+    cluster_end: bool = False
     strict_mma: bool = False
     overflow: bool = False
 

@@ -51,6 +51,14 @@ class Runtime:
         return interpreter.interpreter_semantic.to_tensor(value, False)
 
 
+def assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+    """Target and value of an assignment, or of each of its parts: ``a, b = f(), g()`` has two."""
+    target, value = node.targets[0], node.value
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return list(zip(target.elts, value.elts, strict=True))
+    return [(target, value)]
+
+
 def call_name(node: ast.AST) -> str:
     """The last part of the name a call goes to."""
     if not isinstance(node, ast.Call):
@@ -93,9 +101,9 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         """Make scalars of numbers, and tell allocations their names."""
         self.generic_visit(node)
-        target = node.targets[0]
-        if isinstance(target, ast.Name) and isinstance(node.value, ast.Call) and call_name(node.value) in _NAMED:
-            node.value.keywords.append(ast.keyword("_name", ast.Constant(target.id)))
+        for target, value in assigned(node):
+            if isinstance(target, ast.Name) and isinstance(value, ast.Call) and call_name(value) in _NAMED:
+                value.keywords.append(ast.keyword("_name", ast.Constant(target.id)))
         node.value = ast.Call(_expression("__emu__.assign"), [node.value], [])
         return node
 

@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import scalars
+from .barrier_ops import meet_cluster
 from .clocks import Clock
 from .errors import EmulatorError, Verdict
 from .global_memory import GlobalMemory
@@ -270,6 +271,8 @@ class _Run:
 
     def _main(self, body: Callable[[], None], cta: Cta, task: Task) -> None:
         body()
+        if self.machine.checks.cluster_end and cta.specialised and len(cta.cluster) > 1:
+            meet_cluster(self.machine)
         cta.ended = True
         pending = cta.issued & ~task.clock.ops
         if pending and self.machine.checks.exits:

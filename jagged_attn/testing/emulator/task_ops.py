@@ -75,6 +75,7 @@ def run_tasks(tasks: TaskList) -> None:
         raise run.fail(Verdict.SHAPE, "async_tasks needs exactly one default task")
     run.note_warps(check_budget(run, tasks.specs))
     parent = run.running
+    parent.cta.specialised = True
     known = parent.release()
     children = []
     for spec in tasks.specs:

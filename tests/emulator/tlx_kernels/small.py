@@ -254,6 +254,21 @@ def remote_wait(y):
 
 
 @triton.jit
+def last_words(y, BARRIER: tl.constexpr):
+    """The second CTA of a cluster arrives at the first one's barrier, which nobody waits for."""
+    bar = tlx.alloc_barriers(1)
+    rank = tlx.cluster_cta_rank()
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tl.store(y + rank, 1.0)
+        with tlx.async_task(num_warps=1, registers=48):
+            if rank == 1:
+                tlx.barrier_arrive(bar[0], 1, remote_cta_rank=0)
+    if BARRIER:
+        tlx.cluster_barrier()
+
+
+@triton.jit
 def launch_control(y, PAIR: tl.constexpr, FAULT: tl.constexpr):
     """Running CTAs, or pairs of them, take over the tiles of those that have not started."""
     context = tlx.clc_create_context(num_consumers=4 if PAIR else 2)

@@ -1,0 +1,117 @@
+"""The Blackwell backward compiles for sm_100a: what it may take, by head dim, dtype, mask and activation."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from jagged_attn.backends.tlx_blackwell.backward import backward_kv
+from jagged_attn.backends.tlx_blackwell.launch_backward import constants
+from jagged_attn.masks import BlockDiagonal, Causal, Full, Mask, SlidingWindow
+from jagged_attn.schedule.blackwell_backward import backward_config
+from jagged_attn.spec import AttentionSpec
+from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
+
+_CONTAINS = (
+    "tcgen05_mma", "tcgen05_ld", "tcgen05_st", "tcgen05_commit", "tma_load", "tma_store", "setmaxnreg", "proxy_fence",
+)  # fmt: skip
+_LACKS = ("cp_async", "local_load", "local_store", "tcgen05_mma_pair")
+
+
+def _compilation(
+    dim: int,
+    rows: int | None = None,
+    dtype: str = "bf16",
+    mask: Mask = Full(),  # noqa: B008 - frozen
+    act: str = "softmax",
+    group: int = 1,
+    kind: str = "self",
+) -> Compilation:
+    height = rows or 128
+    queries, keys = (f"tensordesc<{dtype}[1, 1, {n}, {dim}]>" for n in (height, 128))
+    out = f"tensordesc<{dtype}[1, 1, 128, 64]>" if rows is None else keys
+    signature = {"desc_q": queries if rows is None else f"tensordesc<{dtype}[{rows}, {dim}]>", "desc_do": queries}
+    signature |= {"desc_k": keys, "desc_v": keys, "desc_dk": out, "desc_dv": out}
+    signature |= {"desc_dq": f"tensordesc<fp32[{'1, 1, 128' if rows is None else rows}, 32]>"}
+    signature |= {"row_stats": "*fp32", "table": "*i32", "counters": "*i32", "turns": "*i32", "slots": "*i32"}
+    signature |= {"offsets_q": "*i64", "offsets_kv": "*i64", "scale": "fp32", "out_scale": "fp32"}
+    signature |= dict.fromkeys(("num_sequences", "rows_q", "total_kv", "work"), "i32")
+    kind = kind if rows is None else "broadcast_q"
+    spec = AttentionSpec(kind, torch.bfloat16, 4, 4 // group, dim, dim, mask, (act,), 0.1, 1.0, False)
+    values = {"C": constants(spec, backward_config(dim, rows), True, rows)}
+    name = f"D{dim} S{rows} {dtype} {mask.code} {act} {group} {kind}"
+    return Compilation(name, backward_kv, signature, values, 100)
+
+
+# One of each kind; the rest of the masks and activations in the sweep.
+KEYS_STAY: list[dict[str, Any]] = [
+    {"dim": 128},
+    {"dim": 128, "mask": Causal(), "group": 2, "dtype": "fp16"},
+    {"dim": 64, "act": "gelu", "mask": SlidingWindow(100, 20)},
+]
+QUERIES_STAY: list[dict[str, Any]] = [{"dim": 128, "rows": 128}, {"dim": 64, "rows": 64, "act": "silu"}]
+MORE: list[dict[str, Any]] = [
+    {"dim": 128, "kind": "broadcast_q"},
+    {"dim": 128, "mask": SlidingWindow(100, 20, "top_left"), "act": "fast_gelu"},
+    {"dim": 128, "mask": BlockDiagonal(64), "act": "silu", "group": 4},
+    {"dim": 128, "act": "gelu", "mask": Causal()},
+    {"dim": 128, "act": "hardswish"},
+    {"dim": 64},
+    {"dim": 64, "mask": Causal(), "dtype": "fp16"},
+    {"dim": 64, "mask": BlockDiagonal(13), "act": "gelu_tanh"},
+    {"dim": 128, "rows": 64},
+    {"dim": 128, "rows": 128, "act": "gelu"},
+    {"dim": 128, "rows": 64, "act": "fast_gelu", "dtype": "fp16"},
+    {"dim": 64, "rows": 64},
+    {"dim": 64, "rows": 128, "act": "gelu"},
+    {"dim": 64, "rows": 128, "dtype": "fp16"},
+]
+
+
+def _check(case: dict[str, Any]) -> Resources:
+    config, rows, dim = backward_config(case["dim"], case.get("rows")), case.get("rows"), case["dim"]
+    found = compile_kernel(_compilation(**case))
+    reduce = ("tma_reduce",) if rows is None else ()
+    requested = (config.registers, config.scalar_registers)
+    # No bytes are spilled, so none in a loop.
+    gate = Gate(spills=0, registers=requested, contains=(*_CONTAINS, *reduce), lacks=_LACKS)
+    assert not gate.violations(found), "\n".join(gate.violations(found))
+    # The predicate that refuses a config counts what the compiler takes.
+    stays = "keys" if rows is None else "queries"
+    assert config.refusal(dim, rows or 128, stays) is None
+    assert 0 <= config.shared_bytes(dim, rows or 128, stays) - found.shared <= 4096
+    columns = config.tensor_columns(dim, rows or 128)
+    assert found.tensor_columns == 1 << (columns - 1).bit_length()
+    return found
+
+
+@pytest.mark.parametrize("case", KEYS_STAY + QUERIES_STAY, ids=lambda case: " ".join(map(str, case.values())))
+def test_the_backward_passes_its_gate(case):
+    _check(case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", MORE, ids=lambda case: " ".join(map(str, case.values())))
+def test_every_other_kind_passes_its_gate(case):
+    _check(case)
+
+
+@pytest.mark.parametrize("case", [{"dim": 128}, {"dim": 64, "rows": 64}], ids=str)
+def test_the_warps_of_a_role_meet_around_each_tma_store(case):
+    # The source has no barrier there: it relies on those that the compiler puts between the threads that write a
+    # buffer and the one that hands it to TMA, and after that one has waited for TMA to have read it.
+    kinds = {
+        "write": r"st\.shared\.v\d|stmatrix",
+        "meet": r"bar(?:rier)?\.sync",
+        "store": r"cp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global",
+        "read": r"cp\.async\.bulk\.wait_group\.read",
+    }
+    pattern = "|".join(f"(?P<{kind}>{regex})" for kind, regex in kinds.items())
+    events = [match.lastgroup for match in re.finditer(pattern, compile_kernel(_compilation(**case)).ptx)]
+    assert "store" in events
+    for i, event in enumerate(events):
+        if event == "store":
+            assert next(e for e in reversed(events[:i]) if e != "store") == "meet"
+        if event == "read" and i + 1 < len(events):
+            assert events[i + 1] == "meet"

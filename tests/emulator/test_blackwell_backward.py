@@ -1,0 +1,321 @@
+"""The Blackwell backward in the emulator: right under every schedule, without a report, beside a float64 reference."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from jagged_attn.activations import ELEMENTWISE
+from jagged_attn.backends import reference
+from jagged_attn.backends.base import Geometry
+from jagged_attn.backends.tlx_blackwell import launch_backward
+from jagged_attn.masks import BlockDiagonal, Causal, Full, Mask, SlidingWindow
+from jagged_attn.schedule.blackwell import ROWS
+from jagged_attn.schedule.blackwell_backward import backward_config
+from jagged_attn.schedule.tiles import tile_table
+from jagged_attn.spec import AttentionSpec
+from jagged_attn.testing.emulator import Schedule
+from jagged_attn.testing.emulator.launches import emulated_launches
+from jagged_attn.testing.emulator.parameters import HOUSE_RULES
+from jagged_attn.testing.emulator.run import Launch
+from jagged_attn.testing.emulator.schedules import standard_schedules
+
+RANDOM = Schedule("random", 0)
+ROLES = ("default", "gradients", "mma", "task3")
+SHORT = (129, 0, 5)
+EDGES = (0, 1, 127, 128, 129, 0, 300)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: lengths, static facts, and rows of no sequence."""
+
+    lengths_kv: tuple[int, ...] = SHORT
+    lengths_q: tuple[int, ...] | None = None
+    heads: tuple[int, int] = (1, 1)
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    mask: Mask = Full()  # noqa: RUF009 - frozen
+    activation: str = "softmax"
+    scale: float | None = None
+    out_scale: float = 1.0
+    extra_rows: int = 0
+    deterministic: bool = False
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The call's static facts."""
+        return AttentionSpec(
+            "self" if self.lengths_q is None else "cross", self.dtype, *self.heads, self.dim, self.dim, self.mask,
+            (self.activation,), self.dim**-0.5 if self.scale is None else self.scale, self.out_scale,
+            self.deterministic,
+        )  # fmt: skip
+
+    def geometry(self) -> Geometry:
+        """The call's offsets."""
+        kv = _offsets(self.lengths_kv)
+        return Geometry(kv if self.lengths_q is None else _offsets(self.lengths_q), kv, ())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """q, k, v and dout."""
+        rows_kv = sum(self.lengths_kv) + self.extra_rows
+        rows_q = rows_kv if self.lengths_q is None else sum(self.lengths_q) + self.extra_rows
+        g = torch.Generator().manual_seed(0)
+        shapes = {
+            "dout": (rows_q, self.heads[0], self.dim),
+            "q": (rows_q, self.heads[0], self.dim),
+            "k": (rows_kv, self.heads[1], self.dim),
+            "v": (rows_kv, self.heads[1], self.dim),
+        }
+        return {name: torch.randn(shape, generator=g).to(self.dtype) for name, shape in shapes.items()}
+
+
+def _offsets(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def _table(geometry: Geometry, rows_kv: int, rows_q: int) -> torch.Tensor:
+    assert geometry.offsets_q is not None
+    return tile_table(geometry.offsets_kv, geometry.offsets_q, rows_kv, rows_q, ROWS)
+
+
+def _run(
+    case: Case, schedule: Schedule, tensors: dict[str, torch.Tensor] | None = None, processors: int = 2
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The kernels' gradients and the float64 reference's, by name."""
+    tensors, geometry, spec = tensors or case.tensors(), case.geometry(), case.spec
+    wide = {name: x.double() for name, x in tensors.items()}
+    out, lse = reference.forward(wide["q"], wide["k"], wide["v"], geometry, spec)
+    want = reference.backward(*wide.values(), out, lse, geometry, spec)
+    # Written once, each element; the descriptors are those of dK and dV. dQ begins as NaN.
+    outputs = ("stats", "desc_dk", "desc_dv", "dq")
+    launch = Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=100)
+    with pytest.MonkeyPatch.context() as patch, emulated_launches(launch):
+        patch.setattr(launch_backward, "num_processors", lambda device: processors)
+        patch.setattr(launch_backward, "new_gradients", lambda *like: [x.new_full(x.shape, torch.nan) for x in like])
+        got = launch_backward.backward(
+            *tensors.values(),
+            out.to(case.dtype),
+            lse.float(),
+            geometry,
+            spec,
+            (_table(geometry, len(tensors["k"]), len(tensors["q"])),),
+        )
+    names = ("dq", "dk", "dv")
+    return dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True))
+
+
+def _check(case: Case, schedule: Schedule = RANDOM, **more: Any) -> dict[str, torch.Tensor]:
+    got, want = _run(case, schedule, **more)
+    # O, P and dS are rounded to the dtype before they are multiplied and summed, the gradient after.
+    tolerance = 4 * torch.finfo(case.dtype).eps
+    for name, exact in want.items():
+        assert got[name].dtype == case.dtype
+        assert got[name].shape == exact.shape
+        if exact.numel():
+            error = (got[name].double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
+            assert error <= tolerance, f"{name}: {error:.2g}, {tolerance:.2g} allowed"
+    return got
+
+
+@pytest.mark.emulator(seeds=1, roles=ROLES)
+def test_right_under_every_policy(schedule):
+    _check(Case((130,), mask=Causal(), extra_rows=3), schedule)
+
+
+SWEEP = {
+    "head dim 64": Case((257, 0, 130), (300, 5, 129), heads=(2, 1), mask=Causal()),
+    "head dim 128": Case((129, 300), (257, 5), dim=128, mask=SlidingWindow(100, 60)),
+    "element-wise": Case((257, 1), dim=128, activation="gelu", mask=BlockDiagonal(100)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWEEP)
+def test_right_over_all_policies_and_many_seeds(name):
+    for schedule in (*standard_schedules(seeds=50, roles=ROLES),):
+        _check(SWEEP[name], schedule)
+
+
+EXTENTS = {
+    "self": Case(EDGES, extra_rows=130),
+    "cross with rows of no sequence": Case((1, 0, 129), (0, 200, 64), heads=(2, 2), extra_rows=1),
+    "head dim 128": Case((129, 0), (300, 5), dim=128),
+    "fp16": Case((130, 0, 64), dtype=torch.float16),
+    "multi-query": Case((70, 0, 5), heads=(3, 1)),
+    "grouped, cross": Case((129, 1), (64, 130), heads=(4, 2)),
+}
+MASKS = {
+    "causal, head dim 128": Case((257,), mask=Causal(), dim=128),
+    "causal, cross": Case((129, 5, 0, 200), (200, 70, 3, 65), mask=Causal()),
+    "causal, cross, top left": Case((129, 5, 0, 300), (300, 70, 3, 65), mask=Causal("top_left")),
+    "window": Case((1, 300), mask=SlidingWindow(70, 5)),
+    "window, open left": Case((130, 9), mask=SlidingWindow(None, 2)),
+    "window, open right": Case((130, 9), mask=SlidingWindow(1, None)),
+    "blocks of 64": Case((5, 0, 200), mask=BlockDiagonal(64)),
+    "blocks of 13": Case((5, 0, 70), mask=BlockDiagonal(13)),
+}
+MORE = {
+    "cross": Case(EDGES, (129, 300, 0, 127, 1, 3, 257)),
+    "head dim 128": Case((129, 0, 300), (300, 5, 130), dim=128),
+    "causal": Case((0, 65, 300), mask=Causal()),
+    "causal, grouped": Case((5, 150), heads=(2, 1), mask=Causal()),
+    "window, longer": Case((1, 400, 70), mask=SlidingWindow(70, 5)),
+    "window, cross": Case((129, 5, 300), (300, 70, 65), mask=SlidingWindow(4, 2)),
+    "two keys": Case((130, 9), mask=SlidingWindow(1, 0)),
+}
+FACTORS = {
+    "softmax": Case((70, 9), scale=0.3, out_scale=-1.7),
+    "no out_scale": Case((70, 9), out_scale=0.0),
+    "element-wise": Case((130, 9), (70, 65), activation="fast_gelu", scale=0.5, out_scale=0.25),
+    "element-wise, masked": Case((70, 0, 9), activation="gelu", mask=Causal(), out_scale=-2.0),
+    "element-wise, window, head dim 128": Case((70, 9), activation="silu", mask=SlidingWindow(9, 5), dim=128),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_more_extents_and_masks(name):
+    _check(MORE[name])
+
+
+@pytest.mark.parametrize("name", EXTENTS)
+def test_extents(name):
+    _check(EXTENTS[name])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    _check(MASKS[name])
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors(name):
+    _check(FACTORS[name])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_activations(name):
+    _check(Case((9,), activation=name))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(()), Case((0, 0)), Case((), extra_rows=3), Case((0, 0), extra_rows=70), Case((0, 0), (3, 70)),
+     Case((3, 70), (0, 0)), Case((0, 5), (5, 0), extra_rows=2)],
+    ids=str,
+)  # fmt: skip
+def test_hardly_anything(case):
+    for gradient in _check(case).values():
+        assert not gradient.any()
+
+
+DETERMINISTIC = {
+    "causal, cross": Case((257, 5), (150, 70), mask=Causal(), deterministic=True),
+}
+MORE_DETERMINISTIC = {
+    "self": Case((257, 5), deterministic=True),
+    "grouped": Case((257, 0, 129), heads=(2, 1), extra_rows=130, deterministic=True),
+    "head dim 128, element-wise": Case((1, 0, 300), (5, 3, 129), dim=128, activation="silu", deterministic=True),
+    "causal, cross, longer": Case((300, 5, 0, 400), (500, 70, 3, 65), mask=Causal(), deterministic=True),
+    "causal, cross, top left": Case((400, 5), (200, 70), mask=Causal("top_left"), deterministic=True),
+    "window": Case((1, 400), (300, 200), mask=SlidingWindow(70, 5), deterministic=True),
+    "blocks": Case((300,), mask=BlockDiagonal(130), deterministic=True),
+}
+
+
+def _check_repeats(case: Case, schedules: tuple[Schedule, ...]) -> None:
+    first = _check(case)
+    for schedule in schedules:
+        again = _run(case, schedule, processors=3)[0]
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic_means_the_same_bits_in_any_order(name):
+    _check_repeats(DETERMINISTIC[name], (Schedule("random", 1),))
+
+
+# CTAs that wait their turn poll, so a run that keeps others from theirs takes minutes.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_DETERMINISTIC)
+def test_deterministic_under_more_schedules(name):
+    _check_repeats(MORE_DETERMINISTIC[name], (Schedule("starve_cta:0", 1), Schedule("lazy", 2), Schedule("random", 3)))
+
+
+@pytest.mark.parametrize(
+    ("facts", "changes", "reason"),
+    [
+        ((128, None), {"two_ctas": 1}, "half of each other's dS"),
+        ((128, None), {"scores": "first"}, "columns of tensor memory"),
+        ((128, None), {"q_stages": 3}, "bytes of shared memory"),
+        ((128, None), {"registers": 200}, "leave 80 of 512"),
+        ((128, None), {"over_dp": "dk"}, "where the keys stay"),
+        ((64, None), {"over_dp": "dq"}, "128 rows of head dim 64"),
+        ((64, None), {"do_stages": 0}, "every ring needs a buffer"),
+        ((64, 64), {"kv_stages": 1}, "keys that pass by two"),
+        ((64, 64), {"polynomial": 1}, "must name some of"),
+    ],
+)
+def test_configs_that_cannot_run_are_refused(monkeypatch, facts, changes, reason):
+    text = ",".join(f"{name}={value}" for name, value in changes.items())
+    monkeypatch.setenv("JAGGED_ATTN_BLACKWELL_BACKWARD", text)
+    backward_config.cache_clear()
+    with pytest.raises(ValueError, match=reason):
+        backward_config(*facts)
+
+
+@pytest.mark.parametrize("switches", ["scores=middle", "scores=last,q_stages=2,do_stages=1", "kv_stages=1,dq_stages=3"])
+def test_switches(monkeypatch, switches):
+    monkeypatch.setenv("JAGGED_ATTN_BLACKWELL_BACKWARD", switches)
+    backward_config.cache_clear()
+    launch_backward._kernels.cache_clear()
+    _check(Case((130,)))
+    monkeypatch.delenv("JAGGED_ATTN_BLACKWELL_BACKWARD")
+    backward_config.cache_clear()
+
+
+def test_far_more_processors_than_items():
+    _check(Case((70,)), processors=7)
+
+
+def test_views_of_wider_buffers_and_an_expanded_gradient():
+    case = Case((70, 3), heads=(2, 2))
+    fused = torch.randn(73, 6, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    heads_first = torch.randn(2, 73, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    dout = torch.ones(1, dtype=torch.bfloat16).expand(73, 2, 64)
+    _check(case, tensors={"dout": dout, "q": fused[:, :2], "k": fused[:, 2:4], "v": heads_first.transpose(0, 1)})
+
+
+def test_keys_past_the_end_where_all_scores_are_very_negative():
+    # exp(-lse) overflows: rows of zeros, whose score is 0, must not become infinite.
+    case, tensors = Case((70, 9)), Case((70, 9)).tensors()
+    tensors["q"] = tensors["q"].abs() * 8
+    tensors["k"] = -tensors["k"].abs() * 8
+    _check(case, tensors=tensors)
+
+
+@pytest.mark.parametrize(("activation", "value"), [("softmax", float("nan")), ("gelu", float("inf"))])
+def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value):
+    case = Case((9, 65, 70), activation=activation, extra_rows=2)
+    clean, poisoned = case.tensors(), case.tensors()
+    for x in poisoned.values():
+        x[9 : 9 + 65] = value
+        x[-2:] = value
+    rows = [*range(9), *range(9 + 65, 9 + 65 + 70)]
+    want, got = _run(case, RANDOM, clean)[0], _run(case, RANDOM, poisoned)[0]
+    for name in want:
+        assert torch.equal(got[name][rows], want[name][rows]), name
+        assert not got[name][-2:].any(), name
+
+
+@pytest.mark.parametrize("offsets", [(0, 90, 40, 70), (-5, 20, 1000), (60, 10), (0, 200, 3)])
+def test_bad_offsets_reach_nothing_outside(offsets):
+    case = Case((70,), mask=Causal())
+    tensors, bad = case.tensors(), torch.tensor(offsets)
+    geometry = Geometry(bad, bad, ())
+    lse = torch.zeros(70, 1)
+    # Sequences that overlap race for their rows.
+    with emulated_launches(Launch(RANDOM, replace(HOUSE_RULES, races=False), arch=100)):
+        launch_backward.backward(*tensors.values(), tensors["q"], lse, geometry, case.spec, (_table(geometry, 70, 70),))
