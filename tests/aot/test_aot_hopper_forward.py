@@ -101,22 +101,22 @@ def _check(case: Case) -> None:
     assert not violations, "\n".join(violations)
 
 
+def _check_memory(case: Case) -> None:
+    """What ``ForwardConfig`` counts before a launch is what the compiler takes, but for its own scratch memory."""
+    assert abs(_compiled(case).shared - case.config.shared_bytes(case.dim, 2)) <= 1024
+    assert case.config.refusal(case.dim, 2) is None
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_shipped_configuration_passes_its_gate(case: Case) -> None:
     _check(case)
+    _check_memory(case)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", OTHERS, ids=str)
 def test_every_other_combination_passes_its_gate(case: Case) -> None:
     _check(case)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_schedule_counts_the_shared_memory(case: Case) -> None:
-    """What ``ForwardConfig`` counts before a launch is what the compiler takes, but for its own scratch memory."""
-    assert abs(_compiled(case).shared - case.config.shared_bytes(case.dim, 2)) <= 1024
-    assert case.config.refusal(case.dim, 2) is None
 
 
 def test_every_shipped_configuration_is_among_the_cases() -> None:
