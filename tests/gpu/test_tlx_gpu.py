@@ -1,4 +1,4 @@
-"""The Hopper backend on a Hopper GPU: the cases of the semantics suite in half precision, at the head dims it takes."""
+"""The TLX backend of this GPU: the cases of the semantics suite in half precision, at the head dims it takes."""
 
 import dataclasses
 
@@ -11,23 +11,27 @@ from waiting import no_waiting
 
 import jagged_attn as ja
 from jagged_attn.activations import ELEMENTWISE
-from jagged_attn.backends.tlx_hopper import capability
+from jagged_attn.backends._jit.capability import HEAD_DIMS
 from jagged_attn.schedule.tiles import tile_table
 from jagged_attn.testing.tolerance import assert_within
 
 
-def _reason() -> str:
+def _chosen() -> tuple[str, str]:
+    """The TLX backend of this GPU, and why there is none."""
     if not torch.cuda.is_available():
-        return "needs a CUDA GPU"
+        return "", "needs a CUDA GPU"
     q = torch.empty(1, 1, 64, dtype=torch.bfloat16, device="cuda")
-    return {r.backend: r.refusal for r in ja.explain_backend(q, q, q, ja.JaggedLayout.uniform(1, 1, "cuda"))}[
-        "tlx_hopper"
-    ] or ""
+    reports = ja.explain_backend(q, q, q, ja.JaggedLayout.uniform(1, 1, "cuda"))
+    refusals = {r.backend: r.refusal for r in reports if r.backend.startswith("tlx_")}
+    for name, refusal in refusals.items():
+        if refusal is None:
+            return name, ""
+    return "", "; ".join(f"{name} {refusal}" for name, refusal in refusals.items())
 
 
-REASON = _reason()
-pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.skipif(bool(REASON), reason=REASON)]
-HOPPER = Target("tlx_hopper", "cuda")
+BACKEND, REASON = _chosen()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON)]
+TARGET = Target(BACKEND, "cuda")
 LONG = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0, 513)
 
 
@@ -47,20 +51,20 @@ def _at(case: Case, dim: int) -> Case:
 def check_or_refusal(case: Case, dtype: torch.dtype) -> None:
     """Right, or refused for a reason that the capability module gives."""
     try:
-        check(case, HOPPER, dtype)
+        check(case, TARGET, dtype)
     except ja.UnsupportedError as error:
         (report,) = error.refusals
-        assert report.backend == "tlx_hopper"
+        assert report.backend == BACKEND
         pytest.skip(report.refusal)
 
 
-@pytest.mark.parametrize("dim", capability.HEAD_DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_the_reference(case: Case, dim: int, stale: None) -> None:
     check_or_refusal(_at(case, dim), torch.bfloat16)
 
 
-@pytest.mark.parametrize("dim", capability.HEAD_DIMS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "case",
@@ -80,12 +84,12 @@ def test_matches_the_reference(case: Case, dim: int, stale: None) -> None:
     ids=lambda case: case.name,
 )
 def test_long_sequences(case: Case, dtype: torch.dtype, dim: int, stale: None) -> None:
-    check(_at(case, dim), HOPPER, dtype)
+    check(_at(case, dim), TARGET, dtype)
 
 
 @pytest.mark.parametrize("activation", ELEMENTWISE)
 def test_activations(activation: str, stale: None) -> None:
-    check(Case(activation, LONG, dims=(64, 64), options={"activation": activation}), HOPPER, torch.bfloat16)
+    check(Case(activation, LONG, dims=(64, 64), options={"activation": activation}), TARGET, torch.bfloat16)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
@@ -93,14 +97,14 @@ def test_activations(activation: str, stale: None) -> None:
 def test_a_bad_sequence_leaves_the_bits_of_all_others(bad: float, shared: int | None) -> None:
     case = Case("bad", LONG, num_shared_queries=shared, dims=(64, 64), extra_rows=3)
     clean = case.inputs(torch.bfloat16, "cuda")
-    before = run(clean, "tlx_hopper")
+    before = run(clean, BACKEND)
     start, end = clean.layout_kv.offsets[3:5].tolist()
     dirty = dataclasses.replace(clean, **{x: getattr(clean, x).clone() for x in ("q", "k", "v", "dout")})
     names = ("k", "v") if shared else ("q", "k", "v", "dout")
     for name in names:
         getattr(dirty, name)[start:end] = bad
         getattr(dirty, name)[-3:] = bad
-    after = run(dirty, "tlx_hopper")
+    after = run(dirty, BACKEND)
     for name in before:
         if shared and name == "dq":
             continue
@@ -119,7 +123,7 @@ def test_a_bad_sequence_leaves_the_bits_of_all_others(bad: float, shared: int | 
 def test_deterministic_broadcast_q_repeats_bit_for_bit() -> None:
     case = Case("deterministic", LONG * 20, num_shared_queries=64, dims=(64, 64), options={"deterministic": True})
     inputs = case.inputs(torch.bfloat16, "cuda")
-    first, second = (run(inputs, "tlx_hopper", **case.options) for _ in range(2))
+    first, second = (run(inputs, BACKEND, **case.options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -130,7 +134,7 @@ def test_capture_serves_other_offsets(stale: None) -> None:
 
     def step():
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-        out = ja.jagged_attention(*leaves, offsets, backend="tlx_hopper")
+        out = ja.jagged_attention(*leaves, offsets, backend=BACKEND)
         return out, *torch.autograd.grad(out, leaves, inputs.dout)
 
     stream = torch.cuda.Stream()
@@ -154,12 +158,12 @@ def test_two_streams_and_two_threads() -> None:
 
     case = Case("threads", LONG * 4, dims=(64, 64))
     inputs = case.inputs(torch.bfloat16, "cuda")
-    alone = run(inputs, "tlx_hopper")
+    alone = run(inputs, BACKEND)
 
     def work(_: int) -> dict[str, torch.Tensor]:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            results = [run(inputs, "tlx_hopper") for _ in range(20)]
+            results = [run(inputs, BACKEND) for _ in range(20)]
             stream.synchronize()
         return results[-1]
 
@@ -174,12 +178,12 @@ def test_strided_inputs() -> None:
     rows = sum(LONG)
     base = torch.randn(rows, 3, 4, 64, dtype=torch.bfloat16, device="cuda")
     layout = ja.JaggedLayout.from_lengths(torch.tensor(LONG, device="cuda"))
-    fused = ja.jagged_attention(*base.unbind(1), layout, backend="tlx_hopper")
+    fused = ja.jagged_attention(*base.unbind(1), layout, backend=BACKEND)
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in base.unbind(1)]
-    assert torch.equal(fused, ja.jagged_attention(*heads_first, layout, backend="tlx_hopper"))
+    assert torch.equal(fused, ja.jagged_attention(*heads_first, layout, backend=BACKEND))
     odd = torch.randn(rows, 4 * 64 + 3, dtype=torch.bfloat16, device="cuda")[:, 1:257].view(rows, 4, 64)
-    got = ja.jagged_attention(odd, odd, odd, layout, backend="tlx_hopper")
-    assert torch.equal(got, ja.jagged_attention(*[odd.contiguous()] * 3, layout, backend="tlx_hopper"))
+    got = ja.jagged_attention(odd, odd, odd, layout, backend=BACKEND)
+    assert torch.equal(got, ja.jagged_attention(*[odd.contiguous()] * 3, layout, backend=BACKEND))
 
 
 @pytest.mark.parametrize("block", [64, 128, 2**30])
