@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Kernels and what is imported for them alone need Triton or a GPU.
 SKIP = ("backends.triton.", "backends.tlx", "backends._jit", "testing.emulator", "testing.aot", "bench.__main__")
+SKIP += ("perfmodel.microbench",)
 MODULES = sorted(
     module.name
     for module in pkgutil.walk_packages(jagged_attn.__path__, "jagged_attn.")

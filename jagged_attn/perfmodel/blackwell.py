@@ -1,0 +1,395 @@
+"""The roles of our Blackwell kernels for self and cross attention at D = 128, one CTA: never run, so never compared.
+
+As in ``hopper``, instructions were counted in the compiled sm_100a loops. Products are those of one thread, in one
+queue; a left operand in tensor memory costs no shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..bench.workloads import Workload
+from ..schedule.blackwell import ROWS, ForwardConfig, forward_config
+from ..schedule.blackwell_backward import BackwardConfig, backward_config
+from .hopper import BYTES, DIM, FLOAT, ForwardItem, KeysItem
+from .machine import Machine
+from .predict import (
+    Lengths,
+    Prediction,
+    Steady,
+    Tile,
+    all_heads,
+    around_keys,
+    forward_items,
+    keys_items,
+    steady,
+)
+from .simulate import Processor, Role, Signal, StoringRole, Work
+
+_CHUNK = 32
+
+
+# --- Forward ---
+
+# Instructions of a warp for a block of 64 keys, and of the correction of a block, an item's end.
+WEIGHTS = {"softmax": Work(fma=162, alu=100, mufu=49, other=40), "fast_gelu": Work(fma=320, alu=32, mufu=64, other=40)}
+CORRECTION, OUTPUT = Work(alu=4, other=30), Work(fma=64, alu=64, other=100)
+
+
+class Forward:
+    """``tlx_blackwell.forward``: two streams of 128 query rows against the same blocks of keys."""
+
+    def __init__(self, sm: Processor, config: ForwardConfig, act: str, items: Sequence[ForwardItem]) -> None:
+        self.sm, self.c, self.items, self.act = sm, config, items, act
+        self.softmax = act == "softmax"
+        self.q_full, self.q_empty, self.k_full, self.k_empty, self.v_full, self.v_empty = (
+            sm.barrier() for _ in range(6)
+        )
+        self.item_full, self.item_empty = sm.barrier(), sm.barrier(4)
+        streams = [[sm.barrier() for _ in range(2)] for _ in range(8)]
+        self.s_full, self.s_empty, self.p_full, self.p_empty, self.o_ready, self.o_full, self.a_full, self.a_empty = (
+            streams
+        )
+        self.st_full, self.st_empty = sm.barrier(), sm.barrier()
+
+    def start(self) -> list[Signal]:
+        """Run the roles; signals of their ends."""
+        roles = (self.load(), self.mma(), self.activate(0), self.activate(1), self.correct(), self.store())
+        return [self.sm.clock.spawn(role) for role in roles]
+
+    def load(self) -> Role:
+        """Items, looked up one ahead; Q, K and V."""
+        sm, tile = self.sm, self.c.block_kv * DIM * BYTES
+        count = 0
+        yield from self._take(0)
+        for turn, item in enumerate(self.items):
+            yield self.q_empty.wait(turn - 1)
+            yield from sm.load(item.groups * ROWS * DIM * BYTES, item.q_miss, self.q_full, turn)
+            for i in range(item.blocks):
+                yield self.k_empty.wait(count - self.c.k_stages)
+                yield from sm.load(tile, item.kv_miss, self.k_full, count)
+                yield self.v_empty.wait(count - self.c.v_stages)
+                yield from sm.load(tile, item.kv_miss, self.v_full, count)
+                count += 1
+                if i == 0:
+                    yield from self._take(turn + 1)
+
+    def _take(self, turn: int) -> Role:
+        yield self.sm.pause(3 * self.sm.machine.global_latency)
+        yield self.item_empty.wait(turn - 2)
+        self.item_full.arrive(turn)
+
+    def _receive(self, turn: int) -> Role:
+        yield self.item_full.wait(turn)
+        yield self.sm.pause(self.sm.machine.global_latency)
+        self.item_empty.arrive(turn)
+
+    def mma(self) -> Role:
+        """The next scores of each stream before its output."""
+        steps = [(turn, i) for turn, item in enumerate(self.items) for i in range(item.blocks)]
+        yield from self._receive(0)
+        for count in range(-1, len(steps)):
+            following = count + 1
+            if following < len(steps) and steps[following][1] == 0:
+                turn = steps[following][0]
+                if turn:
+                    yield from self._receive(turn)
+                yield self.q_full.wait(turn)
+            for g in range(2):
+                if following < len(steps):
+                    yield from self._scores(g, following, *steps[following])
+                if count >= 0:
+                    yield from self._output(g, count, *steps[count])
+
+    def _scores(self, g: int, count: int, turn: int, i: int) -> Role:
+        item = self.items[turn]
+        if g >= item.groups:
+            return
+        yield self.k_full.wait(count)
+        yield self.s_empty[g].wait(self._use(g, turn, i) - 1)
+        done = self.sm.product(0, ROWS, self.c.block_kv, DIM)
+        use = self._use(g, turn, i)
+        done.then(partial(self.s_full[g].arrive, use))
+        if g + 1 == item.groups:
+            done.then(partial(self.k_empty.arrive, count))
+            if i + 1 == item.blocks:
+                done.then(partial(self.q_empty.arrive, turn))
+
+    def _output(self, g: int, count: int, turn: int, i: int) -> Role:
+        item, use = self.items[turn], self._use(g, turn, i)
+        if g >= item.groups:
+            return
+        yield self.v_full.wait(count)
+        if self.softmax or i == 0:
+            yield self.o_ready[g].wait((use if self.softmax else self._item(g, turn)) - 1)
+        yield self.p_full[g].wait(use)
+        done = self.sm.product(0, ROWS, DIM, self.c.block_kv, registers=True)
+        done.then(partial(self.p_empty[g].arrive, use))
+        if g + 1 == item.groups:
+            done.then(partial(self.v_empty.arrive, count))
+        if i + 1 == item.blocks:
+            done.then(partial(self.o_full[g].arrive, self._item(g, turn)))
+
+    def _use(self, g: int, turn: int, i: int) -> int:
+        return sum(item.blocks for item in self.items[:turn] if g < item.groups) + i
+
+    def _item(self, g: int, turn: int) -> int:
+        return sum(1 for item in self.items[:turn] if g < item.groups)
+
+    def activate(self, g: int) -> Role:
+        """One stream's weights."""
+        sm = self.sm
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for i in range(item.blocks if g < item.groups else 0):
+                use = self._use(g, turn, i)
+                yield self.s_full[g].wait(use)
+                yield from sm.columns(self.c.block_kv)
+                self.s_empty[g].arrive(use)
+                if self.softmax and i:
+                    yield self.a_empty[g].wait(self._passed(g, turn, i) - 1)
+                    self.a_full[g].arrive(self._passed(g, turn, i))
+                yield self.p_empty[g].wait(use - 1)
+                yield from sm.compute(WEIGHTS[self.act])
+                yield from sm.columns(self.c.block_kv // 2)
+                self.p_full[g].arrive(use)
+
+    def _passed(self, g: int, turn: int, i: int) -> int:
+        return self._use(g, turn, i) - self._item(g, turn) - 1
+
+    def correct(self) -> Role:
+        """Lets the output go on, which is seldom rescaled; at an item's end, stages it."""
+        sm = self.sm
+        stored = 0
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for i in range(1, item.blocks if self.softmax else 0):
+                for g in range(item.groups):
+                    yield self.a_full[g].wait(self._passed(g, turn, i))
+                    self.a_empty[g].arrive(self._passed(g, turn, i))
+                    yield self.p_empty[g].wait(self._use(g, turn, i) - 1)
+                    yield from sm.compute(CORRECTION)
+                    self.o_ready[g].arrive(self._use(g, turn, i) - 1)
+            for g in range(item.groups):
+                yield self.o_full[g].wait(self._item(g, turn))
+                yield self.st_empty.wait(stored - self.c.o_stages)
+                yield from sm.columns(DIM)
+                yield from sm.compute(OUTPUT)
+                self.o_ready[g].arrive(self._use(g, turn, item.blocks) - 1 if self.softmax else self._item(g, turn))
+                yield from sm.touch(ROWS * DIM * BYTES)
+                yield sm.fence()
+                self.st_full.arrive(stored)
+                stored += 1
+
+    def store(self) -> Role:
+        """TMA stores of the staged tiles."""
+        stored = 0
+        for item in self.items:
+            for _ in range(item.groups):
+                yield self.st_full.wait(stored)
+                yield self.sm.store(ROWS * DIM * BYTES, item.out_miss)
+                self.st_empty.arrive(stored)
+                stored += 1
+
+
+# --- Backward where keys stay ---
+
+
+@dataclass(frozen=True)
+class GradientWork:
+    """Instructions of a warp for its half of a tile: P, dS; and of what leaves tensor memory, 64 columns of it."""
+
+    weights: Work
+    gradient: Work
+    loads: int
+
+
+GRADIENTS = {
+    "softmax": GradientWork(
+        Work(fma=64, alu=64, mufu=128, other=40), Work(fma=64, alu=138, other=40), 16,
+    ),
+    "fast_gelu": GradientWork(
+        Work(fma=400, alu=60, mufu=128, other=40), Work(fma=64, alu=100, other=40), 0,
+    ),
+}  # fmt: skip
+ROUNDED = Work(fma=32, alu=64, other=80)
+
+
+class Keys:
+    """``tlx_blackwell.backward_kv`` where keys stay: scores in the middle, dQ over dP."""
+
+    def __init__(self, sm: Processor, config: BackwardConfig, act: str, items: Sequence[KeysItem]) -> None:
+        self.sm, self.c, self.items, self.work = sm, config, items, GRADIENTS[act]
+        self.softmax = act == "softmax"
+        self.q_full, self.q_empty, self.do_full, self.do_empty = (sm.barrier() for _ in range(4))
+        self.k_full, self.k_empty, self.v_full, self.v_empty = (sm.barrier() for _ in range(4))
+        self.s_full, self.dp_full, self.dq_full, self.dq_empty = (sm.barrier() for _ in range(4))
+        self.p_full, self.ds_full = sm.barrier(2), sm.barrier(2)
+        self.dv_full, self.dv_empty, self.dk_full, self.dk_empty = (sm.barrier() for _ in range(4))
+        self.item_full, self.item_empty = sm.barrier(), sm.barrier(4)
+
+    def start(self) -> list[Signal]:
+        """Run the roles; signals of their ends."""
+        roles = (self.load(), self.mma(), self.gradients(), self.gradients(), self.reduce())
+        return [self.sm.clock.spawn(role) for role in roles]
+
+    def load(self) -> Role:
+        """Items, looked up one ahead; Q and dO of each tile, K and V of each item."""
+        sm, tile = self.sm, ROWS * (DIM * BYTES + FLOAT)
+        count = 0
+        yield from self._take(0)
+        for turn, item in enumerate(self.items):
+            for trip in range(item.tiles):
+                if trip == 0:
+                    yield self.k_empty.wait(turn - self.c.kv_stages)
+                    yield from sm.load(ROWS * DIM * BYTES, item.kv_miss, self.k_full, turn)
+                yield self.q_empty.wait(count - self.c.q_stages)
+                yield from sm.load(tile, item.q_miss, self.q_full, count)
+                if trip == 0:
+                    yield self.v_empty.wait(turn - self.c.kv_stages)
+                    yield from sm.load(ROWS * DIM * BYTES, item.kv_miss, self.v_full, turn)
+                yield self.do_empty.wait(count - self.c.do_stages)
+                yield from sm.load(tile, item.do_miss, self.do_full, count)
+                if trip == 0:
+                    yield from self._take(turn + 1)
+                count += 1
+
+    def _take(self, turn: int) -> Role:
+        yield self.sm.pause(3 * self.sm.machine.global_latency)
+        yield self.item_empty.wait(turn - 2)
+        self.item_full.arrive(turn)
+
+    def _receive(self, turn: int) -> Role:
+        yield self.item_full.wait(turn)
+        yield self.sm.pause(self.sm.machine.global_latency)
+        self.item_empty.arrive(turn)
+
+    def mma(self) -> Role:
+        """S and dP of a tile, and the other products of the tile before it."""
+        count = 0
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for trip in range(item.tiles + 1):
+                last, ends = count - 1, trip == item.tiles
+                if trip:
+                    yield self.p_full.wait(last)
+                    yield self.dv_empty.wait(turn - 1)
+                    dv = self._product(registers=True)
+                    dv.then(partial(self.do_empty.arrive, last))
+                    if ends:
+                        dv.then(partial(self.dv_full.arrive, turn))
+                if not ends:
+                    yield self.k_full.wait(turn)
+                    yield self.q_full.wait(count)
+                    self._product().then(partial(self.s_full.arrive, count))
+                if trip:
+                    yield from self._last_products(last, turn, ends)
+                if not ends:
+                    yield self.v_full.wait(turn)
+                    yield self.do_full.wait(count)
+                    yield self.dq_empty.wait(count - 1)
+                    dp = self._product()
+                    dp.then(partial(self.dp_full.arrive, count))
+                    if trip + 1 == item.tiles:
+                        dp.then(partial(self.v_empty.arrive, turn))
+                    count += 1
+
+    def _last_products(self, last: int, turn: int, ends: bool) -> Role:
+        yield self.ds_full.wait(last)
+        self._product().then(partial(self.dq_full.arrive, last))
+        yield self.dk_empty.wait(turn - 1)
+        dk = self._product()
+        dk.then(partial(self.q_empty.arrive, last))
+        if ends:
+            dk.then(partial(self.k_empty.arrive, turn))
+            dk.then(partial(self.dk_full.arrive, turn))
+
+    def _product(self, registers: bool = False) -> Signal:
+        """All five are 128 by 128 by 128."""
+        return self.sm.product(0, ROWS, DIM, ROWS, registers)
+
+    def gradients(self) -> Role:
+        """P and dS of half of each tile's queries: 64 columns of 128 keys."""
+        sm, half = self.sm, ROWS // 2
+        count = 0
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for _ in range(item.tiles):
+                yield self.s_full.wait(count)
+                yield from sm.columns(half)
+                yield from sm.touch_rows(self.work.loads)
+                yield from sm.compute(self.work.weights)
+                yield from sm.columns(half // 2)
+                self.p_full.arrive(count)
+                yield self.dp_full.wait(count)
+                yield from sm.columns(half)
+                yield from sm.touch_rows(self.work.loads)
+                yield from sm.compute(self.work.gradient)
+                yield from sm.touch(ROWS * half * BYTES)
+                yield sm.fence()
+                self.ds_full.arrive(count)
+                count += 1
+
+    def reduce(self) -> Role:
+        """What leaves tensor memory: dQ of each tile, dV and dK of each item, 16 KiB at a time."""
+        count = 0
+        sent: list[Signal | None] = [None] * self.c.dq_stages
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for trip in range(item.tiles):
+                if trip + 1 == item.tiles:
+                    yield self.dv_full.wait(turn)
+                    yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
+                    self.dv_empty.arrive(turn)
+                yield self.dq_full.wait(count)
+                yield from self._send(DIM // _CHUNK, _CHUNK, item.sum_miss, sent)
+                self.dq_empty.arrive(count)
+                count += 1
+            yield self.dk_full.wait(turn)
+            yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
+            self.dk_empty.arrive(turn)
+
+    def _send(self, chunks: int, columns: int, miss: float, sent: list[Signal | None]) -> Role:
+        for _ in range(chunks):
+            sent.append((yield from self._chunk(columns, miss, sent.pop(0))))
+
+    def _chunk(self, columns: int, miss: float, before: Signal | None) -> StoringRole:
+        sm, size = self.sm, ROWS * _CHUNK * FLOAT
+        yield from sm.columns(columns)
+        if columns > _CHUNK:
+            yield from sm.compute(ROUNDED)
+        if before is not None:
+            yield before
+        yield from sm.touch(size)
+        yield sm.fence()
+        yield sm.meet()
+        return sm.store(size, miss)
+
+
+def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
+    """The forward of self or cross attention without a mask."""
+    config = forward_config(DIM, None, workload.mask)
+    items = forward_items(workload, lengths, Tile(config.block_kv, ROWS, 2))
+
+    def time(item: ForwardItem) -> Steady:
+        return steady(machine, lambda sm, n: [Forward(sm, config, workload.activation, [item] * n)])
+
+    times = {item: time(item) for item in set(items)}
+    return all_heads(
+        machine, [times[item] for item in items], workload.num_heads, machine.processors, 0.0, counter=True
+    )
+
+
+def predict_backward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
+    """The backward of self or cross attention without a mask."""
+    config = backward_config(DIM)
+    items = keys_items(workload, lengths, ROWS)
+
+    def time(item: KeysItem) -> Steady:
+        return steady(machine, lambda sm, n: [Keys(sm, config, workload.activation, [item] * n)])
+
+    times = {item: time(item) for item in set(items)}
+    around = around_keys(machine, workload, lengths)
+    return all_heads(machine, [times[item] for item in items], workload.num_heads, machine.processors, around)

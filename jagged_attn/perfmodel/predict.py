@@ -1,0 +1,361 @@
+"""From a workload of the bench to predicted milliseconds on a GPU with our Hopper kernels.
+
+    time = sum over launches of (launch + first item + hand-out of the rest), at least bytes / copy bandwidth
+
+An item's time depends on its shape alone: a chain of equal items is simulated once (``steady``). The hand-out is that
+of the kernels: longest first, to whichever CTA is free.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import Protocol
+
+import torch
+
+from ..bench.workloads import Workload
+from ..masks import Full
+from ..schedule.hopper import ForwardConfig, forward_config
+from .hopper import BYTES, DIM, FLOAT, ROWS, Forward, ForwardItem, Halves, Keys, KeysItem, Run, Turns
+from .machine import Machine
+from .simulate import Processor, Rates, Signal
+
+# Items of the two chains whose difference is the steady state.
+_FEW, _MANY = 2, 6
+_CHUNK_TILES = 8
+
+
+class Kernel(Protocol):
+    """A CTA on a multiprocessor."""
+
+    def start(self) -> list[Signal]:
+        """Run the roles; signals of their ends."""
+        ...
+
+
+# Puts the CTAs of a chain of so many items on a multiprocessor.
+Build = Callable[[Processor, int], Sequence[Kernel]]
+
+
+@dataclass(frozen=True)
+class Steady:
+    """An item among others of its kind.
+
+    Attributes:
+        cycles: from its end to the end of the next.
+        first: more of the first one, which finds nothing under way.
+        memory: bytes of device memory.
+        l2: bytes to and from the L2 cache.
+        flop: of the tensor cores.
+        tensor_busy: share of the time in which tensor cores work.
+        shared_busy: likewise of shared memory.
+    """
+
+    cycles: float
+    first: float
+    memory: float
+    l2: float
+    flop: float
+    tensor_busy: float
+    shared_busy: float
+
+
+def _chain(machine: Machine, rates: Rates, build: Build, items: int) -> Processor:
+    sm = Processor(machine, rates)
+    ended = [signal for kernel in build(sm, items) for signal in kernel.start()]
+    sm.clock.run()
+    if not all(signal.fired for signal in ended):
+        raise RuntimeError("the simulated roles wait for one another")
+    return sm
+
+
+def simulate_chains(machine: Machine, rates: Rates, build: Build, ctas: int = 1) -> Steady:
+    """Simulate a short and a longer chain; per CTA and item, the difference is the steady state."""
+    few, many = (_chain(machine, rates, build, n) for n in (_FEW, _MANY))
+    items = _MANY - _FEW
+    span = many.clock.now - few.clock.now
+    return Steady(
+        cycles=span / items,
+        first=max(few.clock.now - _FEW * span / items, 0.0),
+        memory=(many.memory_moved - few.memory_moved) / items / ctas,
+        l2=(many.l2_moved - few.l2_moved) / items / ctas,
+        flop=(many.flop - few.flop) / items / ctas,
+        tensor_busy=(many.tensor.busy - few.tensor.busy) / span,
+        shared_busy=(many.shared.busy - few.shared.busy) / span,
+    )
+
+
+def steady(machine: Machine, build: Build, ctas: int = 1) -> Steady:
+    """The steady state with the bandwidth that the other multiprocessors leave.
+
+    Alone, a multiprocessor gets what its port takes. With all of them asking for a share r of what there is, one that
+    asks gets 1 / r of its own share, but no more than the port, and no less than its share.
+    """
+    port = machine.port_bytes
+    alone = simulate_chains(machine, Rates(port, port), build, ctas)
+
+    def left(moved: float, share: float) -> float:
+        asked = min(moved * ctas / alone.cycles / share, 1.0)
+        return min(port, share / asked) if asked else port
+
+    rates = Rates(left(alone.l2, machine.l2_bytes), left(alone.memory, machine.memory_bytes))
+    return simulate_chains(machine, rates, build, ctas)
+
+
+def hand_out(durations: Iterable[float], workers: int) -> float:
+    """When the last of some items ends that go, in this order, to whichever worker is free."""
+    free = [0.0] * workers
+    for duration in durations:
+        heapq.heapreplace(free, free[0] + duration)
+    return max(free)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Milliseconds of a phase, and what they are made of.
+
+    Attributes:
+        ms: in all.
+        main_ms: of the main kernel.
+        around_ms: of the kernels before and after it.
+        tensor_busy: share of the main kernel's time in which tensor cores work.
+        shared_busy: likewise shared memory.
+        memory_busy: likewise device memory.
+        flop: of the main kernel's tensor cores, padding included.
+        memory_bytes: of device memory that the main kernel moves.
+    """
+
+    ms: float
+    main_ms: float
+    around_ms: float
+    tensor_busy: float
+    shared_busy: float
+    memory_busy: float
+    flop: float
+    memory_bytes: float
+
+
+def all_heads(
+    machine: Machine, entries: Sequence[Steady], heads: int, workers: int, around_ms: float, counter: bool = False
+) -> Prediction:
+    """A kernel that hands out each entry of a table once a head; ``counter``: its zero is a launch, if it is needed."""
+    span = hand_out((entry.cycles for entry in entries for _ in range(heads)), workers) + entries[0].first
+    memory = heads * sum(entry.memory for entry in entries)
+    memory_ms = memory / machine.memory_gb_per_s * 1e-6
+    span_ms = machine.microseconds(span) * 1e-3
+    total = sum(entry.cycles for entry in entries)
+    tensor = sum(entry.tensor_busy * entry.cycles for entry in entries) / total
+    shared = sum(entry.shared_busy * entry.cycles for entry in entries) / total
+    main_ms = max(span_ms, memory_ms) + machine.launch_us * 1e-3
+    if counter and len(entries) * heads > workers:
+        around_ms += machine.launch_us * 1e-3
+    return Prediction(
+        ms=main_ms + around_ms, main_ms=main_ms, around_ms=around_ms, tensor_busy=tensor, shared_busy=shared,
+        memory_busy=memory_ms / main_ms, flop=heads * sum(entry.flop for entry in entries), memory_bytes=memory,
+    )  # fmt: skip
+
+
+def pass_ms(machine: Machine, size: float) -> float:
+    """A kernel that does nothing but move bytes of device memory."""
+    return size / machine.memory_gb_per_s * 1e-6 + machine.launch_us * 1e-3
+
+
+# --- Workloads to items ---
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What an item of the forward is: so many groups of rows of queries, against blocks of keys."""
+
+    keys: int
+    rows: int
+    groups: int
+
+    @property
+    def block_q(self) -> int:
+        """Rows of queries of an item."""
+        return self.rows * self.groups
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the sequences of a workload, in pairs of queries and keys."""
+
+    q: tuple[int, ...]
+    kv: tuple[int, ...]
+
+    def longest_first(self, side: str) -> list[tuple[int, int]]:
+        """Pairs in the order of the tile tables."""
+        by = self.q if side == "q" else self.kv
+        return [(self.q[i], self.kv[i]) for i in sorted(range(len(by)), key=lambda i: -by[i])]
+
+
+def draw(workload: Workload, seed: int = 0) -> Lengths:
+    """The lengths that the bench draws."""
+    kv, q = workload.draw_lengths(seed)
+    if workload.kind == "broadcast_q":
+        q = torch.full_like(kv, workload.num_shared_queries or 0)
+    return Lengths(tuple((kv if q is None else q).tolist()), tuple(kv.tolist()))
+
+
+def _keys_of(workload: Workload, rows: Sequence[int], len_q: int, len_kv: int) -> list[tuple[int, int]]:
+    """The keys that each of some rows sees, ``[lo, hi)``."""
+    lo, hi = workload.mask.key_range(torch.tensor(rows), torch.tensor(len_q), torch.tensor(len_kv))
+    return list(zip(lo.clamp(0, len_kv).tolist(), hi.clamp(0, len_kv).tolist(), strict=True))
+
+
+def filled(rows: Iterable[int], tile: int) -> float:
+    """The share of tiles that rows fill: what is past a sequence's end is neither read nor written."""
+    lengths = list(rows)
+    return sum(lengths) / (sum(-(-n // tile) for n in lengths) * tile)
+
+
+def forward_items(workload: Workload, lengths: Lengths, tile: Tile) -> list[ForwardItem]:
+    """The items of one head, in order."""
+    kv_fill, q_fill = filled(lengths.kv, tile.keys), filled(lengths.q, tile.rows)
+    q_miss = 0.0 if workload.kind == "broadcast_q" else q_fill
+    items = []
+    for len_q, len_kv in lengths.longest_first("kv"):
+        firsts = range(0, len_q, tile.block_q)
+        if workload.mask == Full():
+            seen = [(max(-(-len_kv // tile.keys), 1), 0, kv_fill / max(len(firsts), 1))] * len(firsts)
+        else:
+            seen = _seen_blocks(workload, firsts, len_q, len_kv, tile)
+        for first, (blocks, masked, miss) in zip(firsts, seen, strict=True):
+            groups = min(-(-(len_q - first) // tile.rows), tile.groups)
+            items.append(ForwardItem(blocks, groups, masked, miss, q_miss, q_fill))
+    return items
+
+
+def _seen_blocks(
+    workload: Workload, firsts: range, len_q: int, len_kv: int, tile: Tile
+) -> list[tuple[int, int, float]]:
+    """For each tile of rows: blocks, those after the first that need the mask, and the share that no tile before saw.
+
+    ``_jit.forward_items`` has the same arithmetic for the kernels.
+    """
+    lasts = [min(first + tile.block_q, len_q) - 1 for first in firsts]
+    found = []
+    pairs = zip(_keys_of(workload, firsts, len_q, len_kv), _keys_of(workload, lasts, len_q, len_kv), strict=True)
+    for (lo, hi_first), (lo_last, hi) in pairs:
+        blocks = max(-(-(hi - lo) // tile.keys), 1)
+        end = min(max((hi_first - lo) // tile.keys, 0), blocks - 1)
+        begin = min(-(-(lo_last - lo) // tile.keys), end)
+        found.append((blocks, blocks - 1 - (end - begin), min(tile.block_q / (blocks * tile.keys), 1.0)))
+    return found
+
+
+def keys_items(workload: Workload, lengths: Lengths, rows: int = ROWS) -> list[KeysItem]:
+    """The items of one head where keys stay, in order; ``rows`` of a tile of queries."""
+    shared = workload.kind == "broadcast_q"
+    kv_fill, q_fill = filled(lengths.kv, Keys.KEYS), filled(lengths.q, rows)
+    items = []
+    for len_q, len_kv in lengths.longest_first("kv" if shared else "q"):
+        tiles = _query_tiles(workload, range(0, len_kv, Keys.KEYS), len_q, len_kv, rows)
+        # Every tile of queries comes from memory once, and from the cache for the other tiles of keys. Its sum is read
+        # and written once.
+        miss = min(-(-len_q // rows) / sum(tiles), 1.0) * q_fill
+        items += [KeysItem(n, 0.0 if shared else miss, miss, 0.0 if shared else 2 * miss, kv_fill) for n in tiles]
+    return items
+
+
+def _query_tiles(workload: Workload, firsts: range, len_q: int, len_kv: int, rows: int) -> list[int]:
+    """Tiles of queries that see each tile of keys: of a symmetric window, rows are to keys as keys are to rows."""
+    if workload.mask == Full():
+        return [max(-(-len_q // rows), 1)] * len(firsts)
+    lasts = [min(first + Keys.KEYS, len_kv) - 1 for first in firsts]
+    begins, ends = (_keys_of(workload, keys, len_kv, len_q) for keys in (firsts, lasts))
+    return [max(-(-(end - lo // rows * rows) // rows), 1) for (lo, _), (_, end) in zip(begins, ends, strict=True)]
+
+
+def chunks(lengths: Lengths) -> list[tuple[int, ...]]:
+    """The chunks of the table of 64 keys, as the runs that each is made of."""
+    entries = [i for i, (_, kv) in enumerate(lengths.longest_first("kv")) for _ in range(-(-kv // ROWS))]
+    parts = [entries[i : i + _CHUNK_TILES] for i in range(0, len(entries), _CHUNK_TILES)]
+    return [tuple(len(list(run)) for _, run in groupby(part)) for part in parts]
+
+
+# --- Phases ---
+
+
+def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
+    """The forward kernel; with more items than CTAs, the counter's zero is a launch of its own."""
+    config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask)
+    items = forward_items(workload, lengths, Tile(config.block_kv, ROWS, config.groups))
+    workers = machine.processors * config.ctas_per_processor
+    times = {item: _forward_time(machine, config, workload.activation, item) for item in set(items)}
+    return all_heads(machine, [times[item] for item in items], workload.num_heads, workers, 0.0, counter=True)
+
+
+@lru_cache(maxsize=4096)
+def _forward_time(machine: Machine, config: ForwardConfig, act: str, item: ForwardItem) -> Steady:
+    def build(sm: Processor, n: int) -> list[Forward]:
+        return [Forward(sm, config, act, [item] * n, cta) for cta in range(config.ctas_per_processor)]
+
+    return steady(machine, build, config.ctas_per_processor)
+
+
+def predict_backward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
+    """Preparation, main kernel, and what makes dQ of its sums."""
+    shared = workload.num_shared_queries
+    if shared is not None and shared <= 2 * ROWS:
+        return _broadcast_q_backward(machine, workload, lengths, shared)
+    kind = workload.activation if workload.mask == Full() else "masked"
+    items = keys_items(workload, lengths)
+    times = {item: _keys_time(machine, kind, item) for item in set(items)}
+    around = around_keys(machine, workload, lengths)
+    return all_heads(machine, [times[item] for item in items], workload.num_heads, machine.processors, around)
+
+
+@lru_cache(maxsize=4096)
+def _keys_time(machine: Machine, kind: str, item: KeysItem) -> Steady:
+    return steady(machine, lambda sm, n: [Keys(sm, kind, [item] * n)])
+
+
+def around_keys(machine: Machine, workload: Workload, lengths: Lengths) -> float:
+    """Milliseconds of what comes before and after the kernel where keys stay."""
+    elements = sum(lengths.q) * workload.num_heads * DIM
+    softmax = 2 * BYTES if workload.activation == "softmax" else 0
+    if workload.kind != "broadcast_q":
+        return pass_ms(machine, elements * (softmax + FLOAT)) + pass_ms(machine, elements * (FLOAT + BYTES))
+    # Zeros, preparation, and PyTorch's sum, product and copy: all but the preparation of a few megabytes.
+    return pass_ms(machine, elements * softmax) + 4 * machine.launch_us * 1e-3
+
+
+def _broadcast_q_backward(machine: Machine, workload: Workload, lengths: Lengths, shared: int) -> Prediction:
+    rows = next(n for n in (32, 64, 128) if shared <= n)
+    kv_fill = filled(lengths.kv, ROWS)
+    parts = chunks(lengths)
+    times = {n: _run_time(machine, rows, Run(n, kv_fill, shared / rows)) for runs in set(parts) for n in runs}
+    # A chunk is as long as its runs together.
+    chunk_times = [_joined([times[n] for n in runs]) for runs in parts]
+    queries = len(lengths.kv) * shared * workload.num_heads * DIM
+    around = pass_ms(machine, 2 * BYTES * queries) + machine.launch_us * 1e-3
+    workers = machine.processors // workload.num_heads * workload.num_heads
+    return all_heads(machine, chunk_times, workload.num_heads, workers, around)
+
+
+def _joined(runs: Sequence[Steady]) -> Steady:
+    cycles = sum(run.cycles for run in runs)
+    return Steady(
+        cycles, runs[0].first, sum(run.memory for run in runs), sum(run.l2 for run in runs),
+        sum(run.flop for run in runs), sum(run.tensor_busy * run.cycles for run in runs) / cycles,
+        sum(run.shared_busy * run.cycles for run in runs) / cycles,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _run_time(machine: Machine, rows: int, run: Run) -> Steady:
+    def build(sm: Processor, n: int) -> list[Turns | Halves]:
+        # Two at a time: a group's turn comes with even and with odd tiles.
+        items = [run] * (2 * n)
+        if rows == 128:
+            return [Halves(sm, items)]
+        return [Turns(sm, rows, 6 if rows == 32 else 4, 2 if rows == 32 else 3, items)]
+
+    two = steady(machine, build)
+    return replace(two, cycles=two.cycles / 2, memory=two.memory / 2, l2=two.l2 / 2, flop=two.flop / 2)

@@ -1,0 +1,31 @@
+"""The microbenchmarks of the performance model compile for sm_90a, and contain what they claim to time."""
+
+import pytest
+
+from jagged_attn.perfmodel import microbench as kernels
+from jagged_attn.testing.aot import Compilation, compile_kernel
+
+_OUT = {"out": "*i64", "repeats": "i32"}
+_TILE = {"desc": "tensordesc<bf16[64, 128]>", **_OUT, "rows": "i32", "apart": "i32"}
+_LIMIT = {"maxnreg": 128}
+# Kernel, its arguments, constants, options, and text that must be in the PTX.
+CASES = [
+    (kernels.round_trip, _OUT, {}, _LIMIT, "mbarrier.try_wait"),
+    (kernels.named_barrier, _OUT, {}, _LIMIT, "barrier.sync"),
+    (kernels.tma_load, _TILE, {}, _LIMIT, "cp.async.bulk.tensor"),
+    (kernels.chase, {"links": "*i32", **_OUT}, {}, {}, "ld.volatile.global"),
+    (kernels.products, {"values": "*bf16", "sums": "*fp32", **_OUT}, {"GROUPS": 1}, _LIMIT, "wgmma.mma_async"),
+    (kernels.products, {"values": "*bf16", "sums": "*fp32", **_OUT}, {"GROUPS": 2}, {}, "wgmma.mma_async"),
+    (kernels.exponentials, {"sums": "*fp32", **_OUT}, {}, {"num_warps": 8}, "ex2.approx"),
+    (kernels.shared_reads, {"values": "*bf16", "sums": "*fp32", **_OUT}, {}, {"num_warps": 8}, "ld.shared"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "signature", "constants", "options", "text"), CASES)
+def test_it_compiles_and_times_what_it_says(kernel, signature, constants, options, text):
+    found = compile_kernel(Compilation(kernel.__name__, kernel, signature, constants, 90, options))
+    loop = found.ptx[found.ptx.index("%clock64") :]
+    assert text in (found.ptx if text == "barrier.sync" else loop)
+    assert "%globaltimer" in loop
+    assert not found.spill_stores
+    assert not found.warnings
