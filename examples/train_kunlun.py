@@ -1,6 +1,6 @@
 """Train a Kunlun-style model on a synthetic log of clicks and impressions with timestamps.
 
-    python examples/train_kunlun.py --tiny --out out/kunlun-tiny     half a minute
+    python examples/train_kunlun.py --tiny --out out/kunlun-tiny     some fifteen seconds
     python examples/train_kunlun.py --out out/kunlun                 the size of the comparison in docs/kunlun.md
     python examples/train_kunlun.py --model ranking                  the ranking example's model on the same log
 
@@ -63,9 +63,8 @@ def _settings(options: argparse.Namespace) -> tuple[LogConfig, TrainConfig, torc
     try:
         log = LogConfig()
         if options.tiny:
-            log = replace(
-                log, num_requests=5_000, num_items=8, median_clicks=8.0, median_impressions=5.0, max_events=32
-            )
+            log = replace(log, num_requests=3_000, num_items=8, num_categories=4, max_events=32)
+            log = replace(log, median_clicks=8.0, median_impressions=5.0)
         if options.requests is not None:
             log = replace(log, num_requests=options.requests)
     except ValueError as error:

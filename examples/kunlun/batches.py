@@ -26,7 +26,8 @@ class Batch:
             a request.
         timestamps: by event type, seconds of each event, int64.
         ranking: the keys of the ranking example's model: clicks and impressions in one history by time, the bucket of
-            the gap in place of a rating (clicks and impressions apart), the bucket of the break in place of a user.
+            the gap to the event of the same type before in place of a rating (clicks and impressions apart), the bucket
+            of the break in place of a user.
         label: ``[B]``.
     """
 
@@ -80,7 +81,7 @@ def make_batch(log: Log, index: np.ndarray) -> Batch:
         item, time, owner = log.events[name].item[rows], log.events[name].time[rows], np.repeat(batch, lengths)
         age, gap = bucket(log.time[index][owner] - time), bucket(_gaps(time, lengths))
         columns += [(item, lengths), (age, lengths), (gap, lengths)]
-        merged.append(np.stack([owner, time, item, age, np.full(len(rows), kind)]))
+        merged.append(np.stack([owner, time, item, age, gap + NUM_GAPS * kind]))
         stamps[name] = torch.from_numpy(time)
         np.maximum.at(last, owner, time)
     pause = np.where(last < 0, 2**30, log.time[index] - last)
@@ -99,10 +100,9 @@ def make_batch(log: Log, index: np.ndarray) -> Batch:
 
 def _ranking_features(merged: np.ndarray, candidate: np.ndarray, pause: np.ndarray) -> KeyedJaggedTensor:
     order = np.lexsort((merged[1], merged[0]))
-    owner, time, item, age, kind = merged[:, order]
+    owner, _, item, age, gap = merged[:, order]
     lengths, one = np.bincount(owner, minlength=len(candidate)), np.ones(len(candidate), dtype=np.int64)
-    rating = bucket(_gaps(time, lengths)) + NUM_GAPS * kind
-    columns = [(item, lengths), (rating, lengths), (age, lengths), (candidate, one), (pause, one)]
+    columns = [(item, lengths), (gap, lengths), (age, lengths), (candidate, one), (pause, one)]
     return _keyed(dict(zip(FEATURES, columns, strict=True)))
 
 

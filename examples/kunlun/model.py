@@ -43,17 +43,17 @@ class KunlunConfig:
     towers: tuple[tuple[str, EventTowerConfig], ...] = (
         (
             "click",
-            EventTowerConfig(32, 2, num_tokens=4, num_layers=2, window=8, num_seeds=16, kron_rank=2, num_keys=32),
+            EventTowerConfig(32, 2, num_tokens=4, num_layers=3, window=1, num_seeds=16, kron_rank=2, num_keys=32),
         ),
         (
             "impression",
-            EventTowerConfig(32, 2, num_tokens=2, num_layers=1, window=8, num_seeds=8, kron_rank=2, num_keys=32),
+            EventTowerConfig(32, 2, num_tokens=2, num_layers=1, window=1, num_seeds=8, kron_rank=2, num_keys=32),
         ),
     )
-    num_summary_tokens: int = 3
+    num_summary_tokens: int = 8
     hidden: int = 64
     dropout: float = 0.1
-    embedding_std: float = 0.3
+    embedding_std: float = 0.1
 
 
 class KunlunRanker(nn.Module):

@@ -32,8 +32,8 @@ class TrainConfig:
 
     model: str = "kunlun"
     seed: int = 0
-    epochs: int = 8
-    batch_size: int = 256
+    epochs: int = 6
+    batch_size: int = 128
     learning_rate: float = 4e-3
     weight_decay: float = 1e-4
     held_out: str = "test"

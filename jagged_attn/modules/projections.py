@@ -21,20 +21,22 @@ class Projection(nn.Linear):
         in_features: columns of x.
         block_sizes: rows of each block; their sum is ``out_features``.
         bias: whether there is a bias.
+        gain: of the initial weight, for an x whose mean square is not 1, as after an activation.
         device: where the parameters are made; ``"meta"`` makes none until ``to_empty`` and ``reset_parameters``.
         dtype: of the parameters.
     """
 
     def __init__(
-        self, in_features: int, block_sizes: Sequence[int], bias: bool = True, device: Any = None, dtype: Any = None
-    ) -> None:
-        self.block_sizes = tuple(block_sizes)
+        self, in_features: int, block_sizes: Sequence[int], bias: bool = True, gain: float = 1.0,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        self.block_sizes, self.gain = tuple(block_sizes), gain
         super().__init__(in_features, sum(self.block_sizes), bias=bias, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Draw each block anew and set the bias to 0."""
         for block in self.weight.split(self.block_sizes):
-            nn.init.xavier_uniform_(block)
+            nn.init.xavier_uniform_(block, self.gain)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

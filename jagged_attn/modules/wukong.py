@@ -10,15 +10,17 @@ from .projections import Projection
 from .seed_pooling import reset_modules
 
 Partition = Literal["strided", "contiguous"]
+GELU_GAIN = 1.5335  # E[GELU(z)²] ** -0.5 for a standard normal z
 
 
 def mlp(width: int, hidden: int, width_out: int, **made: Any) -> nn.Sequential:
     """``Linear → GELU → Linear``, what these blocks mean by an MLP; its one hidden layer is ours.
 
-    Both start ``xavier_uniform`` with biases 0: under the defaults of ``nn.Linear`` a stack of them loses its input
-    among its biases.
+    Both start ``xavier_uniform`` with biases 0, the second with a gain that makes up for what GELU takes: under the
+    defaults of ``nn.Linear`` a stack of them loses its input among its biases, and without the gain it fades.
     """
-    return nn.Sequential(Projection(width, [hidden], **made), nn.GELU(), Projection(hidden, [width_out], **made))
+    last = Projection(hidden, [width_out], gain=GELU_GAIN, **made)
+    return nn.Sequential(Projection(width, [hidden], **made), nn.GELU(), last)
 
 
 class TokenLinear(nn.Module):

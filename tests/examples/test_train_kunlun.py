@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import train_kunlun
-from kunlun.batches import EVENT_KEYS, bucket, make_batch
+from kunlun.batches import EVENT_KEYS, NUM_GAPS, bucket, make_batch
 from kunlun.model import KunlunConfig, count_parameters, make_model
-from kunlun.synthetic import HOUR, Log, LogConfig, generate
+from kunlun.synthetic import CONTINUED, DAY, Log, LogConfig, generate
 from kunlun.training import TrainConfig, Trainer
 from ranking.metrics import evaluate
 
@@ -47,13 +47,15 @@ def test_probabilities_follow_the_formula_of_the_docstring(log):
     for n in range(60):
         mine = category[int(log.candidate[n])]
         rows = range(clicks.offsets[n], clicks.offsets[n + 1])
-        newest = max((clicks.time[r] for r in rows), default=0)
-        tau = HOUR if log.time[n] - newest <= HOUR else 30 * 24 * HOUR
-        weights = [(np.exp((clicks.time[r] - newest) / tau), category[int(clicks.item[r])]) for r in rows]
-        total = sum(w for w, _ in weights)
-        interest = sum(w for w, c in weights if c == mine) / total if total else 0.0
+        continued = [
+            category[int(clicks.item[r])]
+            for r in rows[1:]
+            if category[int(clicks.item[r])] == category[int(clicks.item[r - 1])]
+            and clicks.time[r] - clicks.time[r - 1] < CONTINUED
+        ]
+        interest = continued.count(mine) / len(continued) if continued else 0.0
         rows = range(shown.offsets[n], shown.offsets[n + 1])
-        recent = sum(category[int(shown.item[r])] == mine and log.time[n] - shown.time[r] < 48 * HOUR for r in rows)
+        recent = sum(category[int(shown.item[r])] == mine and log.time[n] - shown.time[r] < 2 * DAY for r in rows)
         logit = np.log(log.probability[n] / (1 - log.probability[n]))
         c = log.config
         residual = logit - c.bias - c.taste * interest + c.fatigue * np.log1p(recent)
@@ -64,6 +66,23 @@ def test_probabilities_follow_the_formula_of_the_docstring(log):
     assert max(spreads) < 1e-9
 
 
+def test_neither_gaps_nor_shares_alone_tell_what_is_pursued():
+    # Of a large log: within minutes or not, and of the same category or not, are two independent coins; only the two
+    # together say whether the click is of a pursued interest.
+    log = generate(3, LogConfig(num_requests=5000))
+    items = np.random.default_rng(3).permutation(log.config.num_items).reshape(log.config.num_categories, -1) + 1
+    category = np.zeros(log.config.num_items + 1, dtype=np.int64)
+    category[items] = np.arange(log.config.num_categories)[:, None]
+    clicks = log.events["click"]
+    kind, user = category[clicks.item], np.repeat(np.arange(5000), np.diff(clicks.offsets))
+    follows = user[1:] == user[:-1]
+    same = (kind[1:] == kind[:-1])[follows]
+    short = (np.diff(clicks.time) < CONTINUED)[follows]
+    assert abs(same.mean() - 0.5) < 0.01
+    assert abs(short.mean() - 0.5) < 0.02
+    assert abs(np.corrcoef(same, short)[0, 1]) < 0.02
+
+
 def test_both_models_are_given_the_same_events(log):
     index = np.array([5, 0, 17, 300, 2])
     batch = make_batch(log, index)
@@ -72,9 +91,10 @@ def test_both_models_are_given_the_same_events(log):
     assert torch.equal(ranking["candidate_item"].values(), batch.sequences["candidate_item"].values())
     lengths = sum(batch.sequences[f"{name}_item"].lengths() for name in log.events)
     assert torch.equal(ranking["history_item"].lengths(), lengths)
-    for key in ("item", "age"):
-        merged = torch.cat([batch.sequences[f"{name}_{key}"].values() for name in log.events])
-        assert torch.equal(merged.sort().values, ranking[f"history_{key}"].values().sort().values)
+    for key, theirs in (("item", "item"), ("age", "age"), ("gap", "rating")):
+        apart = NUM_GAPS if key == "gap" else 0  # clicks and impressions have gaps of their own
+        columns = [batch.sequences[f"{name}_{key}"].values() + apart * kind for kind, name in enumerate(log.events)]
+        assert torch.equal(torch.cat(columns).sort().values, ranking[f"history_{theirs}"].values().sort().values)
     # Merged by time: within a request, ages never grow.
     for ages in ranking["history_age"].to_dense():
         assert (ages.diff() <= 0).all()
