@@ -153,6 +153,17 @@ def test_a_profiler_sees_a_launch_and_its_tensors(hook: str, monkeypatch: pytest
     assert not kernel.direct
 
 
+def test_a_chain_of_no_hooks_is_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel()
+    prepared = PreparedKernel(kernel, {"SECOND": 2, "FIRST": 1}, {})
+    x = torch.zeros(64)
+    prepared.launch(5, (x,), (7,), (0.5,))
+    # As in Triton 3.6, whose chains have no truth value of their own; 3.7's do.
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[]))
+    prepared.launch(6, (x,), (9,), (0.5,))
+    assert len(kernel.direct) == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [

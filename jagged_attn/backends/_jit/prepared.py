@@ -97,7 +97,7 @@ class _Compiled:
     ) -> None:
         """Launch on the current stream of the current device, whose ``index`` it is."""
         compiled = self._compiled
-        if knobs.runtime.launch_enter_hook or knobs.runtime.launch_exit_hook:
+        if _is_set(knobs.runtime.launch_enter_hook) or _is_set(knobs.runtime.launch_exit_hook):
             # A profiler is to be told of the launch, with its arguments as they are.
             compiled[(programs, 1, 1)](*maps, *tensors, *scalars)
             return
@@ -105,6 +105,11 @@ class _Compiled:
         # Of a tensor, Triton would ask for the address once more, and of the driver whether it is one.
         arguments = (*maps, *pointers, *scalars)
         self._run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+def _is_set(hook: Any) -> bool:
+    """Whether a hook would do something: a chain of none would not, which in Triton 3.6 is true all the same."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def _quiet(x: Tensor) -> AbstractContextManager[Any]:
