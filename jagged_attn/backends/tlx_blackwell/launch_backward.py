@@ -1,4 +1,4 @@
-"""The Blackwell backward of self and cross attention, and of of many shared queries."""
+"""The Blackwell backward of self and cross attention, and of many shared queries."""
 
 from functools import lru_cache
 
