@@ -23,7 +23,8 @@ from jagged_attn.testing.emulator.run import Launch
 from jagged_attn.testing.emulator.schedules import Schedule, standard_schedules
 
 BLACKWELL = Arch("cuda", (10, 0))
-ROLES = ("load", "mma", "activate", "correct", "store")
+# "mma" is the engine; the role that issues its products is the third task.
+ROLES = ("load", "task2", "activate", "correct", "store")
 # fbtriton ends a specialised kernel of a cluster with a barrier of the cluster.
 RULES = replace(HOUSE_RULES, cluster_end=True)
 LENGTHS = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0)
