@@ -53,7 +53,7 @@ class Problem:
         }
         chosen = launch.backward_config
         with (
-            mock.patch.object(launch, "_split", return_value=(ctas, chunk)),
+            mock.patch.object(launch, "split_chunks", return_value=(ctas, chunk)),
             mock.patch.object(launch_backward, "num_processors", return_value=ctas),
             mock.patch.object(launch, "backward_config", lambda *facts: config or chosen(*facts)),
             emulated_launches(Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=100)),
@@ -236,6 +236,6 @@ def test_more_queries_than_fit_a_tile(deterministic):
 
 def test_a_chunk_is_whole_where_there_is_work():
     with mock.patch.object(launch, "num_processors", return_value=132):
-        assert launch._split(5000, 4, torch.device("cpu")) == (33, 4)
-        assert launch._split(40, 4, torch.device("cpu")) == (33, 1)
-        assert launch._split(300, 200, torch.device("cpu")) == (1, 4)
+        assert launch.split_chunks(5000, 4, launch.num_processors(torch.device("cpu")), launch._CHUNK_TILES) == (33, 4)
+        assert launch.split_chunks(40, 4, launch.num_processors(torch.device("cpu")), launch._CHUNK_TILES) == (33, 1)
+        assert launch.split_chunks(300, 200, launch.num_processors(torch.device("cpu")), launch._CHUNK_TILES) == (1, 4)

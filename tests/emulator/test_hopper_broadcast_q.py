@@ -54,7 +54,7 @@ class Problem:
             "spec": self.spec,
             "table": table,
         }
-        split = mock.patch.object(launch, "_split", return_value=(ctas, chunk))
+        split = mock.patch.object(launch, "split_chunks", return_value=(ctas, chunk))
         sizes = launch._ring_sizes
 
         def ring_sizes(rows, dim):
@@ -229,6 +229,6 @@ def test_many_sequences_make_few_tiles():
 
 def test_a_chunk_is_whole_where_there_is_work():
     with mock.patch.object(launch, "num_processors", return_value=132):
-        assert launch._split(5000, 4, torch.device("cpu")) == (33, 8)
-        assert launch._split(40, 4, torch.device("cpu")) == (33, 1)
-        assert launch._split(300, 200, torch.device("cpu")) == (1, 8)
+        assert launch.split_chunks(5000, 4, launch.num_processors(torch.device("cpu")), launch._CHUNK_TILES) == (33, 8)
+        assert launch.split_chunks(40, 4, launch.num_processors(torch.device("cpu")), launch._CHUNK_TILES) == (33, 1)
+        assert launch.split_chunks(300, 200, launch.num_processors(torch.device("cpu")), launch._CHUNK_TILES) == (1, 8)

@@ -9,11 +9,8 @@ import triton
 import triton.language as tl
 
 from .jagged import partner_rows, sequence_rows
-from .rings import open_slot, slot_of
+from .rings import ITEM_SLOT, open_slot, slot_of
 from .scores import LOG2E, mask_kind, mask_opens, query_range
-
-# Numbers that the load role hands over with an item.
-ITEM_SLOT = tl.constexpr(8)
 
 
 @triton.jit
@@ -41,13 +38,11 @@ def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.const
     return low
 
 
-@triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv"])
-def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets_kv, num_sequences, total_q, total_kv,
-                     dout_row, inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+@triton.jit(do_not_specialize=["num_sequences", "total_q"])
+def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_sequences, total_q, dout_row,
+                     inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
                      SOFTMAX: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
-    """Zero the counters; write each query row's lse (base 2) and delta / out_scale.
-
-    ZERO says whether the sum of dQ is zeroed: ``"all"`` or ``"none"``.
+    """Zero the counters and, with ZERO, the sum of dQ; write each query row's lse (base 2) and delta / out_scale.
 
     One program for each block and head of ``stats [blocks, H, 2, BM]``. Rows past the end of a sequence, and rows that
     see no key, get lse = +inf and delta = 0: their scores' exponentials are 0 whatever the score.
@@ -62,7 +57,7 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, offsets
     row_ok = (in_sequence >= 0) & (in_sequence < length)
     rows = start + in_sequence
     columns = tl.arange(0, D)[None, :]
-    if ZERO != "none":
+    if ZERO:
         sums = dq_sum + ((rows * H + head) * D)[:, None] + columns
         tl.store(sums, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None])
     if SOFTMAX:

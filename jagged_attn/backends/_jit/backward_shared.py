@@ -6,8 +6,12 @@ by a counter for each head, or dealt out in turn if dQ has to repeat bit for bit
 ``reduce_parts`` adds up in a fixed order.
 """
 
+from collections.abc import Callable
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .jagged import count_tiles, sequence_rows
 from .rings import publish
@@ -133,3 +137,27 @@ def reduce_parts(
     else:
         i, d = n // D, n % D
     tl.store(dq + (i * H + head) * D + d, total.to(dq.dtype.element_ty), mask=i < num_queries)
+
+
+def by_parts(
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]], most: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, *more: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``backward`` for ``most`` of the shared queries at a time: repeatable, at the price of K and V read each time."""
+    dq = q.new_empty(q.shape)
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
+    for first in range(0, q.shape[0], most):
+        rows = slice(first, first + most)
+        dq[rows], dk_part, dv_part = backward(
+            dout[:, rows], q[rows], k, v, out[:, rows].contiguous(), lse[:, rows].contiguous(), *more
+        )
+        dk += dk_part
+        dv += dv_part
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def split_chunks(max_tiles: int, heads: int, processors: int, most: int) -> tuple[int, int]:
+    """CTAs of each head, and entries of a chunk: at most so many, and fewer where the whole table has few."""
+    parts = max(processors // heads, 1)
+    chunk_tiles = min(most, max(max_tiles // (4 * parts), 1))
+    return min(parts, -(-max_tiles // chunk_tiles)), chunk_tiles

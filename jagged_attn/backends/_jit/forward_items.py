@@ -7,9 +7,6 @@ import triton.language as tl
 from .jagged import partner_rows, sequence_rows
 from .scores import key_range
 
-# Numbers that the load role hands over with an item.
-ITEM_SLOT = tl.constexpr(8)
-
 
 @triton.jit
 def find_tile(item, where, H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from .._jit.backward_rows import (
-    ITEM_SLOT,
     first_query_of,
     key_item,
     masked,
@@ -28,7 +27,7 @@ from .._jit.backward_rows import (
     receive_queries,
 )  # fmt: skip
 from .._jit.backward_shared import key_run, statistics
-from .._jit.rings import next_item, publish, ragged, ring
+from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
 from .._jit.scores import LOG2E, activate, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
 

@@ -13,6 +13,7 @@ from .._jit.backward_rows import finish_dq, prepare_backward
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
+from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_gradients
 from .backward import backward_kv
 
@@ -23,8 +24,6 @@ _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
 # As aligned as the tensors that Triton compiles for.
 _COUNTERS = 4
-# What the kernel hands over with its items, a CTA: two slots of eight numbers.
-SLOTS = 16
 # Columns of a chunk of dQ, which is fp32, and of dK and dV.
 DQ_COLUMNS, _OUT_COLUMNS = 32, 64
 FOUR = {"num_warps": 4}
@@ -50,7 +49,7 @@ def constants(
 def _kernels(spec: AttentionSpec, config: BackwardConfig, on_gpu: bool) -> list[PreparedKernel]:
     values = {
         "H": spec.num_heads, "D": spec.head_dim, "BM": ROWS, "SOFTMAX": spec.has_softmax,
-        "ZERO": "none" if spec.kind == "broadcast_q" else "all", "COUNTERS": _COUNTERS,
+        "ZERO": spec.kind != "broadcast_q", "COUNTERS": _COUNTERS,
         "WIDTH": spec.num_heads * spec.head_dim, "BLOCK": _FINISH_BLOCK,
     }  # fmt: skip
     main = {"C": constants(spec, config, on_gpu)}
@@ -97,14 +96,14 @@ def backward(
     offsets = offsets_q.contiguous(), geometry.offsets_kv.contiguous()
     sizes = num_sequences, total_q, k.shape[0]
     prepare.launch(
-        blocks * heads, (dout, out, lse, stats, dq_sum, counter, *offsets), sizes,
+        blocks * heads, (dout, out, lse, stats, dq_sum, counter, offsets[0]), sizes[:2],
         (dout.stride(0), inverse(spec.out_scale)),
     )  # fmt: skip
     turns = counter.new_zeros(total_q * heads if spec.deterministic else 1)
     items = tables[0].shape[0] * spec.num_kv_heads
     programs = min(num_processors(q.device), items)
     gradients.launch(
-        programs, (stats, tables[0], counter, turns, counter.new_empty(SLOTS * programs), *offsets),
+        programs, (stats, tables[0], counter, turns, counter.new_empty(CTA_SLOTS * programs), *offsets),
         (*sizes, items), (spec.scale, spec.out_scale),
         (
             *(ragged_map(x, ROWS, dim) for x in (q, k, v, dout)),

@@ -9,9 +9,10 @@ from ...schedule.arch import num_processors
 from ...schedule.blackwell import ROWS
 from ...schedule.blackwell_backward import BackwardConfig, backward_config
 from ...spec import AttentionSpec
-from .._jit.backward_shared import prepare_shared, reduce_parts
+from .._jit.backward_shared import by_parts, prepare_shared, reduce_parts, split_chunks
 from .._jit.descriptors import for_tma, matrix_map, ragged_map
 from .._jit.prepared import PreparedKernel
+from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_gradients
 from . import launch_backward as general
 from .backward import backward_kv
@@ -47,17 +48,7 @@ def backward(
         return _one_tile(*arguments, tables[0])
     if not spec.deterministic:
         return general.backward(*arguments, tables)
-    dq = q.new_empty(q.shape)
-    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v))
-    for first in range(0, q.shape[0], ROWS):
-        rows = slice(first, first + ROWS)
-        dq[rows], *parts = _one_tile(
-            dout[:, rows], q[rows], k, v, out[:, rows].contiguous(), lse[:, rows].contiguous(),
-            geometry, spec, tables[0],
-        )  # fmt: skip
-        dk += parts[0]
-        dv += parts[1]
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return by_parts(_one_tile, ROWS, *arguments, tables[0])
 
 
 @lru_cache(maxsize=1024)
@@ -89,7 +80,7 @@ def _one_tile(
     dout, q, k, v = (for_tma(x) for x in (dout.reshape(-1, heads, dim), q, k, v))
     rows = ROWS // 2 if num_queries <= ROWS // 2 else ROWS
     prepare, gradients, reduce = _kernels(spec, backward_config(dim, rows), rows, q.is_cuda)
-    parts, chunk_tiles = _split(max_tiles, heads, q.device)
+    parts, chunk_tiles = split_chunks(max_tiles, heads, num_processors(q.device), _CHUNK_TILES)
     programs = parts * heads
     # Counters of the heads, and the number of entries.
     counters = table.new_empty(heads + 1)
@@ -100,7 +91,7 @@ def _one_tile(
         (sequences, num_queries, max_tiles, dout.stride(0)), (general.inverse(spec.out_scale),),
     )  # fmt: skip
     workspace = q.new_empty((programs * rows, dim), dtype=torch.float32)
-    offsets, slots = geometry.offsets_kv.contiguous(), table.new_empty(general.SLOTS * programs)
+    offsets, slots = geometry.offsets_kv.contiguous(), table.new_empty(CTA_SLOTS * programs)
     gradients.launch(
         programs, (stats, table, counters, counters, slots, offsets, offsets),
         (sequences, num_queries, k.shape[0], chunk_tiles), (spec.scale, spec.out_scale),
@@ -113,10 +104,3 @@ def _one_tile(
     )  # fmt: skip
     reduce.launch(heads * (rows * dim // _REDUCE_BLOCK), (workspace, dq), (parts, num_queries), ())
     return dq, dk, dv
-
-
-def _split(max_tiles: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """CTAs of each head, and entries of a chunk: fewer where the whole table has few."""
-    parts = max(num_processors(device) // heads, 1)
-    chunk_tiles = min(_CHUNK_TILES, max(max_tiles // (4 * parts), 1))
-    return min(parts, -(-max_tiles // chunk_tiles)), chunk_tiles

@@ -12,11 +12,9 @@ from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
+from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_outputs
 from .forward import forward as forward_kernel
-
-# Numbers that the load role hands over with an item, and how many items ahead.
-_SLOT, _SLOTS = 8, 2
 
 
 def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
@@ -76,7 +74,7 @@ def forward(
     offsets_kv = geometry.offsets_kv.contiguous()
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
     counters = torch.zeros(columns, dtype=torch.int32, device=device)
-    slots = torch.empty(_SLOT * _SLOTS * ctas, dtype=torch.int32, device=device)
+    slots = torch.empty(CTA_SLOTS * ctas, dtype=torch.int32, device=device)
     # A pair of CTAs shares keys by rows and values by columns.
     _prepared(spec, config).launch(
         ctas,

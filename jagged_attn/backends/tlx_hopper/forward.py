@@ -12,8 +12,8 @@ sequence comes first, in a step of its own, and the loop behind it needs no mask
 import triton
 import triton.language as tl
 
-from .._jit.forward_items import ITEM_SLOT, find_tile, read_item, unmasked_blocks, write_empty
-from .._jit.rings import next_item, open_slot, publish, ragged, ring
+from .._jit.forward_items import find_tile, read_item, unmasked_blocks, write_empty
+from .._jit.rings import ITEM_SLOT, next_item, open_slot, publish, ragged, ring
 from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_kind, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
 

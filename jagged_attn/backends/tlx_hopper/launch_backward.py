@@ -13,6 +13,7 @@ from .._jit.backward_rows import finish_dq, prepare_backward
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
+from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_gradients
 from .backward import backward_kv
 from .backward_queries import backward_q
@@ -29,9 +30,7 @@ _REPLICAS = 16
 _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
 # Counters of work are 16 bytes apart, as aligned as the tensors that Triton compiles for.
-_COUNTERS, _APART = 4, 4
-# Numbers that `backward_kv` hands over with an item.
-_KEYS_SLOT = 8
+_COUNTERS, _APART = 2, 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def _kernels(spec: AttentionSpec, on_gpu: bool) -> _Kernels:
     sums = shared or not spec.deterministic
     around = {
         "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "SOFTMAX": spec.has_softmax, "COUNTERS": _COUNTERS * _APART,
-        "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK, "ZERO": "none" if shared or not sums else "all",
+        "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK, "ZERO": sums and not shared,
     }  # fmt: skip
     common = {
         "heads": spec.num_heads, "group": spec.group_size, "dim": dim, "mask": spec.mask.code,
@@ -154,8 +153,8 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
     kernels.prepare.launch(
         blocks * heads,
-        (call.dout, out, lse, stats, dq_sum, counters, call.offsets_q, call.offsets_kv),
-        call.sizes,
+        (call.dout, out, lse, stats, dq_sum, counters, call.offsets_q),
+        call.sizes[:2],
         (call.dout.stride(0), inverse_out_scale),
     )
     _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
@@ -163,7 +162,7 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     if call.shared:
         call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
     elif spec.deterministic:
-        _launch_queries(call, kernels.queries, stats, counters[2])
+        _launch_queries(call, kernels.queries, stats, counters[1])
     else:
         kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (total_q,), (factor,))
 
@@ -181,7 +180,7 @@ def _launch_keys(
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
-    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, _KEYS_SLOT, maps)
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, maps)
 
 
 def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter: Tensor) -> None:
@@ -193,16 +192,16 @@ def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter:
         ragged_map(call.dout, BLOCK_Q, dim),
         ragged_map(call.dq, BLOCK_Q, dim),
     )
-    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_heads, stats, counter, 1, maps)
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_heads, stats, counter, maps)
 
 
 def _launch_items(
-    call: _Call, kernel: PreparedKernel, table: Tensor, items: int, stats: Tensor, counter: Tensor, slot: int,
+    call: _Call, kernel: PreparedKernel, table: Tensor, items: int, stats: Tensor, counter: Tensor,
     maps: tuple[TensorDescriptor, ...],
 ) -> None:  # fmt: skip
-    """Launch a kernel whose CTAs take items from ``counter``, each passed on as ``slot`` numbers, two ahead."""
+    """Launch a kernel whose CTAs take items from ``counter``."""
     programs = min(num_processors(call.q.device), items)
-    slots = table.new_empty(2 * slot * programs)
+    slots = table.new_empty(CTA_SLOTS * programs)
     kernel.launch(
         programs,
         (stats, table, counter, slots, call.offsets_q, call.offsets_kv),

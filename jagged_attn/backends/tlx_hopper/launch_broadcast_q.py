@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...schedule.arch import num_processors
 from ...spec import AttentionSpec
-from .._jit.backward_shared import prepare_shared, reduce_parts
+from .._jit.backward_shared import prepare_shared, reduce_parts, split_chunks
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, matrix_map, ragged_map
 from .._jit.prepared import PreparedKernel
@@ -103,7 +103,7 @@ def _launch(
     sequences, max_tiles = geometry.num_sequences, table.shape[0]
     rows = 32 if num_queries <= 32 else 64 if num_queries <= 64 else 128
     kernels = _kernels(spec, rows, q.is_cuda, tuple(_ring_sizes(rows, dim).items()))
-    parts, chunk_tiles = _split(max_tiles, heads, q.device)
+    parts, chunk_tiles = split_chunks(max_tiles, heads, num_processors(q.device), _CHUNK_TILES)
     programs, block = parts * heads, min(rows, 64)
 
     # Counters of the heads, the number of entries, and two slots for each CTA.
@@ -138,13 +138,6 @@ def _launch(
         ),
     )
     kernels.reduce.launch(heads * (rows * dim // _REDUCE_BLOCK), (workspace, dq), (num_parts, num_queries), ())
-
-
-def _split(max_tiles: int, heads: int, device: torch.device) -> tuple[int, int]:
-    """CTAs of each head, and entries of a chunk: fewer where the whole table has few."""
-    parts = max(num_processors(device) // heads, 1)
-    chunk_tiles = min(_CHUNK_TILES, max(max_tiles // (4 * parts), 1))
-    return min(parts, -(-max_tiles // chunk_tiles)), chunk_tiles
 
 
 def _ring_sizes(rows: int, dim: int) -> dict[str, Any]:

@@ -10,11 +10,9 @@ from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
+from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_outputs
 from .forward import forward as forward_kernel
-
-# What the load role hands to the consumers of an item, and how many items ahead.
-_SLOT, _SLOTS = 8, 2
 
 
 def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
@@ -56,7 +54,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
     # With a CTA for each item the kernel does not read the counter, and zeros are a launch of their own.
     counter = table.new_zeros(1) if ctas < items else table
-    slots = table.new_empty(_SLOT * _SLOTS * ctas)
+    slots = table.new_empty(CTA_SLOTS * ctas)
     kernel.launch(
         ctas,
         (out, lse, table, offsets_q, offsets_kv, counter, slots),
