@@ -26,7 +26,7 @@ from .predict import (
     keys_items,
     steady,
 )
-from .simulate import Processor, Role, Signal, StoringRole, Work
+from .simulate import HandOut, Processor, Role, Signal, StoringRole, Work
 
 _CHUNK = 32
 
@@ -38,7 +38,7 @@ WEIGHTS = {"softmax": Work(fma=162, alu=100, mufu=49, other=40), "fast_gelu": Wo
 CORRECTION, OUTPUT = Work(alu=4, other=30), Work(fma=64, alu=64, other=100)
 
 
-class Forward:
+class Forward(HandOut):
     """``tlx_blackwell.forward``: two streams of 128 query rows against the same blocks of keys."""
 
     def __init__(self, sm: Processor, config: ForwardConfig, act: str, items: Sequence[ForwardItem]) -> None:
@@ -75,16 +75,6 @@ class Forward:
                 count += 1
                 if i == 0:
                     yield from self._take(turn + 1)
-
-    def _take(self, turn: int) -> Role:
-        yield self.sm.pause(3 * self.sm.machine.global_latency)
-        yield self.item_empty.wait(turn - 2)
-        self.item_full.arrive(turn)
-
-    def _receive(self, turn: int) -> Role:
-        yield self.item_full.wait(turn)
-        yield self.sm.pause(self.sm.machine.global_latency)
-        self.item_empty.arrive(turn)
 
     def mma(self) -> Role:
         """The next scores of each stream before its output."""
@@ -217,7 +207,7 @@ GRADIENTS = {
 ROUNDED = Work(fma=32, alu=64, other=80)
 
 
-class Keys:
+class Keys(HandOut):
     """``tlx_blackwell.backward_kv`` where keys stay: scores in the middle, dQ over dP."""
 
     def __init__(self, sm: Processor, config: BackwardConfig, act: str, items: Sequence[KeysItem]) -> None:
@@ -255,16 +245,6 @@ class Keys:
                 if trip == 0:
                     yield from self._take(turn + 1)
                 count += 1
-
-    def _take(self, turn: int) -> Role:
-        yield self.sm.pause(3 * self.sm.machine.global_latency)
-        yield self.item_empty.wait(turn - 2)
-        self.item_full.arrive(turn)
-
-    def _receive(self, turn: int) -> Role:
-        yield self.item_full.wait(turn)
-        yield self.sm.pause(self.sm.machine.global_latency)
-        self.item_empty.arrive(turn)
 
     def mma(self) -> Role:
         """S and dP of a tile, and the other products of the tile before it."""

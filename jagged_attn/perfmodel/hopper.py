@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule.hopper import ForwardConfig
-from .simulate import Processor, Role, Signal, StoringRole, Work
+from .simulate import HandOut, Processor, Role, Signal, StoringRole, Work
 
 DIM, ROWS, BYTES, FLOAT = 128, 64, 2, 4
 
@@ -75,7 +75,7 @@ FORWARD_WORK = {
 }  # fmt: skip
 
 
-class Forward:
+class Forward(HandOut):
     """``forward.forward``: one CTA."""
 
     def __init__(self, sm: Processor, config: ForwardConfig, act: str, items: Sequence[ForwardItem], cta: int) -> None:
@@ -117,17 +117,6 @@ class Forward:
                 count += 1
                 if i == 0:
                     yield from self._take(turn + 1)
-
-    def _take(self, turn: int) -> Role:
-        """The counter, the table and the offsets answer one after the other."""
-        yield self.sm.pause(3 * self.sm.machine.global_latency)
-        yield self.item_empty.wait(turn - 2)
-        self.item_full.arrive(turn)
-
-    def _receive(self, turn: int) -> Role:
-        yield self.item_full.wait(turn)
-        yield self.sm.pause(self.sm.machine.global_latency)
-        self.item_empty.arrive(turn)
 
     def attend(self, g: int) -> Role:
         """A group's rows of each item."""
@@ -265,7 +254,7 @@ KEYS_WORK = {
 }  # fmt: skip
 
 
-class Keys:
+class Keys(HandOut):
     """``backward.backward_kv`` at D = 128: two tiles of Q, of dO and of dS in flight."""
 
     STAGES = 2
@@ -307,21 +296,12 @@ class Keys:
                     yield from self._take(turn + 1)
                 count += 1
 
-    def _take(self, turn: int) -> Role:
-        yield self.sm.pause(3 * self.sm.machine.global_latency)
-        yield self.item_empty.wait(turn - 2)
-        self.item_full.arrive(turn)
-
-    def _receive(self, turn: int) -> Role:
-        yield self.item_full.wait(turn)
-        yield self.sm.pause(self.sm.machine.global_latency)
-
     def gradients(self, g: int) -> Role:
         """64 of the keys: their dK and dV, and half of the columns of the dQ of all."""
         count = 0
         # The last store of this group, whose source must have been read before the next.
         stored: Signal | None = None
-        yield from self._receive(0)
+        yield from self._read_item(0)
         for turn, item in enumerate(self.items):
             yield self.k_full.wait(turn)
             yield self.v_full.wait(turn)
@@ -403,7 +383,7 @@ class Keys:
         self.k_empty.arrive(turn)
         yield from self._send(item)
         self.item_empty.arrive(turn)
-        yield from self._receive(turn + 1)
+        yield from self._read_item(turn + 1)
 
     def _stores(self, item: KeysItem) -> StoringRole:
         """DV and dK, through one buffer."""

@@ -314,6 +314,36 @@ class Processor:
         self.memory_moved += size * miss
 
 
+class HandOut:
+    """What kernels share whose load role hands items to the others, each looked up one ahead, in a ring of two slots.
+
+    Attributes:
+        sm: the processor.
+        item_full: the load role has published an item.
+        item_empty: the others have read it.
+    """
+
+    sm: Processor
+    item_full: Barrier
+    item_empty: Barrier
+
+    def _take(self, turn: int) -> Role:
+        """The counter, the table and the offsets answer one after the other."""
+        yield self.sm.pause(3 * self.sm.machine.global_latency)
+        yield self.item_empty.wait(turn - 2)
+        self.item_full.arrive(turn)
+
+    def _read_item(self, turn: int) -> Role:
+        """Read an item, and keep its slot."""
+        yield self.item_full.wait(turn)
+        yield self.sm.pause(self.sm.machine.global_latency)
+
+    def _receive(self, turn: int) -> Role:
+        """Read an item, and free its slot."""
+        yield from self._read_item(turn)
+        self.item_empty.arrive(turn)
+
+
 def _pieces(size: float) -> list[float]:
     whole = max(int(-(-size // _PIECE_BYTES)), 1)
     return [size / whole] * whole
