@@ -1,44 +1,33 @@
 """The Blackwell kernel of the broadcast-Q backward, through their host function, against the reference in float64."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from broadcast_q_case import TAIL, BroadcastQCase
 
-from jagged_attn.backends import reference
 from jagged_attn.backends.base import Geometry
 from jagged_attn.backends.tlx_blackwell import launch_backward
 from jagged_attn.backends.tlx_blackwell import launch_broadcast_q as launch
-from jagged_attn.masks import Full
 from jagged_attn.schedule.blackwell import ROWS
 from jagged_attn.schedule.tiles import tile_table
-from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
 from jagged_attn.testing.emulator.run import Launch
 from jagged_attn.testing.emulator.schedules import Schedule, standard_schedules
-from jagged_attn.testing.inputs import AttentionInputs, attention_inputs
 
 LENGTHS = (0, 1, 127, 128, 129, 300, 0)
 # Tiles enough that CTAs compete for chunks, and that rings wrap.
 SHORT = (129, 0, 1, 300)
-TAIL = 70
 ROLES = ("default", "gradients", "mma", "task3")
 RANDOM = Schedule("random", 0)
 # Every element is written once, whatever was there; `desc_dq` is the workspace.
 OUTPUTS = ("desc_dk", "desc_dv", "desc_dq", "dq")
 
 
-@dataclass(frozen=True)
-class Problem:
-    inputs: AttentionInputs
-    spec: AttentionSpec
-    out: torch.Tensor
-    lse: torch.Tensor
-    exact: tuple[torch.Tensor, ...]
-
+class Problem(BroadcastQCase):
     def run(self, schedule=RANDOM, ctas=2, chunk=2, config=None, outputs=OUTPUTS, **changes):
         """The gradients from ``ctas`` CTAs a head, with ``changes`` to the arguments of the host function."""
         x = self.inputs
@@ -60,30 +49,10 @@ class Problem:
         ):
             return launch.backward(**{**arguments, **changes})
 
-    def check(self, grads):
-        """P and dS are rounded to the dtype, and so is what is stored; half of ``eps`` each."""
-        for name, got, want in zip(("dq", "dk", "dv"), grads, self.exact, strict=True):
-            assert got.dtype == self.spec.dtype
-            error = (got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30)
-            assert error <= torch.finfo(got.dtype).eps, (name, float(error))
-
 
 @functools.cache
-def problem(
-    num_queries, lengths=LENGTHS, act="softmax", heads=1, dim=64, dtype=torch.bfloat16, tail=TAIL, out_scale=1.0
-):
-    inputs = attention_inputs(
-        torch.tensor(lengths, dtype=torch.int64),
-        num_shared_queries=num_queries, num_heads=heads, head_dim=dim, dtype=dtype, extra_rows=tail,
-    )  # fmt: skip
-    spec = AttentionSpec(
-        "broadcast_q", dtype, heads, heads, dim, dim, Full(), (act,), dim**-0.5, out_scale, deterministic=False
-    )
-    x, exact_spec = inputs.to(torch.float64), replace(spec, dtype=torch.float64)
-    geometry = Geometry(None, inputs.layout_kv.offsets, ())
-    out, lse = reference.forward(x.q, x.k, x.v, geometry, exact_spec)
-    exact = reference.backward(x.dout, x.q, x.k, x.v, out, lse, geometry, exact_spec)
-    return Problem(inputs, spec, out.to(dtype), lse.float(), exact)
+def problem(num_queries, lengths=LENGTHS, act="softmax", **facts):
+    return Problem.make(num_queries, lengths, act, **facts)
 
 
 @pytest.mark.emulator(seeds=1, roles=ROLES)
