@@ -24,7 +24,7 @@ class TrainConfig:
         seed: of weights, order and dropout.
         epochs: passes over the training part.
         batch_size: requests of a batch.
-        learning_rate: the highest; it falls to 0 along a half cosine.
+        learning_rate: the highest; it rises over the first tenth of all steps and falls to almost 0 along a half cosine.
         weight_decay: of AdamW.
         held_out: ``"test"``, or ``"validation"`` for tuning.
         kunlun: sizes.
@@ -32,7 +32,7 @@ class TrainConfig:
 
     model: str = "kunlun"
     seed: int = 0
-    epochs: int = 6
+    epochs: int = 10
     batch_size: int = 128
     learning_rate: float = 4e-3
     weight_decay: float = 1e-4
@@ -59,7 +59,10 @@ class Trainer:
             self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
         steps = config.epochs * -(-len(self.train) // config.batch_size)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=steps)
+        # Without the rise, some seeds lose the whole of their first epochs.
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, config.learning_rate, steps, pct_start=0.1, cycle_momentum=False
+        )
         self.epochs: list[dict[str, float]] = []
 
     @property
