@@ -48,7 +48,8 @@ class TokenLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., n, E]`` to ``[..., n_out, E]``."""
-        return torch.matmul(self.weight, x)
+        # One product a sample: PyTorch would make this one of transposed copies, and leave x a transposed gradient.
+        return torch.matmul(self.weight.expand(x.shape[:-2] + (-1, -1)), x)
 
     def extra_repr(self) -> str:
         """Sizes."""

@@ -317,3 +317,15 @@ def test_bad_input_is_refused_by_name(changes, error, message):
     arguments = {"tokens": dense(5, 7), "events": events(), "timestamps": None, **changes}
     with pytest.raises(error, match=message):
         STACK(**arguments)
+
+
+def test_stacked_wukong_layers_compile_with_gradients_in_the_order_that_the_compiler_expects():
+    """PyTorch 2.13 and before mistake the strides of LayerNorm's gradient where that of its result is transposed."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(WukongLayer(n, 8, num_fmb=2, num_lcb=1) for n in (5, 3, 3)))
+    x = torch.randn(4, 5, 8)
+    results = []
+    for model in (layers, torch.compile(layers, fullgraph=True, backend="aot_eager")):
+        results.append(torch.autograd.grad(model(x).square().sum(), list(layers.parameters())))
+    torch.testing.assert_close(*results)
+    torch._dynamo.reset()
