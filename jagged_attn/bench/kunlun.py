@@ -53,7 +53,9 @@ def reason_of(error: BaseException) -> str:
         for name, line in frames
         if Path(name).is_relative_to(_PACKAGE) and name not in _HARNESS
     ]
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    lines = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    # "An exception occurred in a subprocess:" says what only in the end.
+    reason = " ".join(lines[:: max(len(lines) - 1, 1)]) if lines[0].endswith(":") else lines[0]
     return f"{reason} (at {', '.join(own[-3:])})" if own else reason
 
 
