@@ -9,6 +9,7 @@ _F32, _I32 = {"x": "*fp32", "y": "*fp32"}, {"y": "*i32"}
 _PAIR = {"ctas_per_cga": (2, 1, 1)}
 _OPERANDS = {"desc_a": "tensordesc<bf16[64, 64]>", "desc_b": "tensordesc<bf16[64, 64]>", "y": "*fp32"}
 _TALL = {**_OPERANDS, "desc_a": "tensordesc<bf16[128, 64]>"}
+_RELAY = {"x": "*bf16", "desc_b": "tensordesc<bf16[128, 32]>", "y": "*fp32"}
 _TILE = "tensordesc<fp32[16, 32]>"
 _RIGHT = {"FAULT": ""}
 
@@ -26,6 +27,7 @@ KERNELS = [
     (small.exchange, 90, _F32, {"HOW": "store"}, _PAIR, "mapa"),
     (small.exchange, 90, _F32, {"HOW": "async store"}, _PAIR, "mapa"),
     (small.exchange, 90, _F32, {"HOW": "copy"}, _PAIR, "mapa"),
+    (small.relay, 100, _RELAY, {}, _PAIR, "tcgen05_mma_pair"),
     (small.launch_control, 100, _I32, {"PAIR": False}, {}, "try_cancel"),
     (small.launch_control, 100, _I32, {"PAIR": True}, _PAIR, "try_cancel"),
     (small.message, 90, {"flag": "*i32", "data": "*fp32", "y": "*fp32"}, {"HOW": "fence"}, {}, None),

@@ -92,6 +92,12 @@ def exchange(how):
     return Subject(small.exchange, (2,), {"x": x, "y": y, "HOW": how}, ("y",), x.flip(0), y, cluster=2)
 
 
+def relay():
+    x, b, y = _x(256, 128).bfloat16(), _x(256, 64).bfloat16(), torch.empty(128, 64)
+    arguments = {"x": x, "desc_b": TensorDescriptor.from_tensor(b, [128, 32]), "y": y}
+    return Subject(small.relay, (2,), arguments, ("y",), x.float().T @ b.float(), y, cluster=2)
+
+
 def launch_control():
     y = torch.empty(14, dtype=torch.int32)
     want = torch.tensor([s * (t + 1) for t in range(7) for s in (1, -1)], dtype=torch.int32)
@@ -139,7 +145,7 @@ def _run(make, fault, schedule, checks=HOUSE_RULES, **launch):
 
 RIGHT = {
     **{f.__name__: f for f in (hand_over, ring, products, tensor_memory, pointers, cp_async, bulk, multicast, aliases)},
-    **{f.__name__: f for f in (launch_control, hand_out, reduction)},
+    **{f.__name__: f for f in (launch_control, hand_out, reduction, relay)},
     **{f"exchange by {how}": lambda how=how: exchange(how) for how in ("store", "async store", "copy")},
     **{f"message by {how}": lambda how=how: message(how) for how in ("fence", "release")},
 }
@@ -191,6 +197,11 @@ def test_right_kernels_are_right_and_silent(name):
         (lambda: exchange("copy"), "no wait", {V.RACE, V.UNWRITTEN, V.EXIT}),
         (lambda: exchange("copy"), "no fence", {V.FENCE}),
         (lambda: exchange("copy"), "leaves early", {V.EXIT}),
+        (relay, "no wait", {V.RACE, V.UNWRITTEN}),
+        (relay, "no fence", {V.FENCE}),
+        (relay, "no relay", {V.DEADLOCK}),
+        (relay, "no wait for the relay", {V.RACE, V.UNWRITTEN, V.FENCE}),
+        (relay, "reads 64 rows", {V.UNSUPPORTED}),
         (hand_out, "slot reused too early", {V.RACE, V.LAPPED}),
         (lambda: message("fence"), "no fence", {V.RACE}),
         (lambda: message("release"), "relaxed", {V.RACE}),
@@ -283,6 +294,18 @@ def test_a_specialised_kernel_ends_with_a_barrier_of_the_cluster():
     run(False, cluster_end=True)
     with pytest.raises(EmulatorError, match=r"REMOTE.*a cluster barrier in a specialised kernel hangs"):
         run(True, cluster_end=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_arrival_in_another_cta_may_be_late(seed):
+    def run(**checks):
+        launch = Launch(Schedule("starve:remote", seed), Checks(**checks), cluster=2)
+        emulate(small.last_words, (2,), {"y": torch.empty(2), "BARRIER": False}, launch)
+
+    with pytest.raises(EmulatorError, match=r"EXIT.*arrives at bar\[0\] of cta0, which has ended"):
+        run()
+    # The barrier at the end of a cluster is reached after all that was sent before it.
+    run(cluster_end=True)
 
 
 def test_only_a_local_barrier_can_be_waited_for():

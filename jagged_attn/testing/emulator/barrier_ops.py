@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .barriers import BarrierArray, Mbarrier, Rendezvous
 from .errors import Verdict
-from .machine import Cta, Machine, machine
+from .machine import Cta, Machine, Op, machine
 from .memory import SMEM
 from .numerics import is_true, tensor, unwrap
 from .parameters import NAMED_BARRIERS, THREADS_PER_WARP
@@ -111,14 +111,33 @@ def barrier_wait(bar: Mbarrier, phase: Any, pred: Any = None) -> None:
 
 
 def barrier_arrive(bar: Mbarrier, arrive_count: Any = 1, remote_cta_rank: Any = None, pred: Any = None) -> None:
-    """Arrive; at a warp barrier, once for each thread of the task."""
+    """Arrive; at a warp barrier, once for each thread of the task. By rank, some time later, as from another CTA."""
     if not is_true(pred):
         return
     run = machine()
     target = bar if remote_cta_rank is None else in_cta(bar, by_rank(remote_cta_rank))
-    threads = run.running.threads if target.per_thread else 1
-    _arrive(target, int(unwrap(arrive_count)) * threads)
+    count = int(unwrap(arrive_count)) * (run.running.threads if target.per_thread else 1)
+    if remote_cta_rank is None:
+        _arrive(target, count)
+    else:
+        _arrive_later(target, count)
     run.pause()
+
+
+def _arrive_later(target: Mbarrier, count: int) -> None:
+    """Send an arrival to another CTA: those of a task may overtake each other."""
+    run, known, who = machine(), machine().running.release(), machine().here()
+    # Not a memory access: nothing has to wait for the arrival itself but the end of the cluster.
+    op = Op(run, "remote", [], known, ("alone", run.next_op()), run.running.cta.name)
+    sent = run.running.cta.arrivals
+
+    def finish() -> None:
+        sent.remove(op)
+        target.arrive(known, count, who)
+
+    op.action = finish
+    sent.append(op)
+    run.submit(op)
 
 
 def _named(bar: Any, arrive_count: Any, wait: bool) -> None:
@@ -158,8 +177,10 @@ def cluster_barrier() -> None:
 
 
 def meet_cluster(run: Machine) -> None:
-    """Wait for every CTA of the cluster, one task each."""
-    cluster = run.running.cta.cluster
+    """Wait for every CTA of the cluster, one task each; arrivals that it sent are there before it is."""
+    cluster, sent = run.running.cta.cluster, run.running.cta.arrivals
+    if sent:
+        run.block(lambda: not sent, lambda: f"waits for {len(sent)} arrivals on their way")
     meeting = cluster[0].named.setdefault(-1, Rendezvous())
     generation = meeting.arrive(run.running, 1, len(cluster), "the cluster barrier")
     text = "waits at the cluster barrier"

@@ -38,10 +38,10 @@ def local_alloc(
             raise machine().fail(
                 Verdict.SHAPE, f"a tensor-memory tile of {sizes} x {bits} bits: 64 or 128 lanes, whole columns"
             )
-        if sizes[0] < TENSOR_LANES and len(machine().running.cta.cluster) > 1:
-            text = "64-row tiles of tensor memory in a cluster (pairs lay them out over 128 lanes) are not emulated"
-            raise machine().fail(Verdict.UNSUPPORTED, text)
         unit = sizes[1] * bits // 32
+        if sizes[0] < TENSOR_LANES and len(machine().running.cta.cluster) > 1:
+            # A pair lays it out over all lanes, half of the columns each: see ``Buffer.halved``.
+            unit //= 2
     else:
         unit = int(np.prod(sizes)) * bits // 8
     buffer = Buffer(machine().running.cta, storage, kind, sizes, _name, num=count, unit=unit)
@@ -78,8 +78,15 @@ def local_view(local_allocated_buffers: Any, buffer_idx: Any) -> Any:
     return local_allocated_buffers[buffer_idx]
 
 
+def _refuse_halved(buffer: Buffer) -> None:
+    if buffer.halved:
+        text = f"{buffer.name}: 64 rows of a pair of CTAs lie over 128 lanes, to be read through an alias of 128 rows"
+        raise machine().fail(Verdict.UNSUPPORTED, text)
+
+
 def local_slice(buffer: Buffer, offset: Any, shape: Any) -> Buffer:
     """Take a rectangle of a tile; in tensor memory, columns only."""
+    _refuse_halved(buffer)
     starts, sizes = _sizes(offset), _sizes(shape)
     if buffer.storage == TMEM and (starts[0] or sizes[0] != buffer.shape[0]):
         raise machine().fail(Verdict.SHAPE, "tensor memory is sliced along columns only")
@@ -133,12 +140,14 @@ def _reshaped(src: Buffer, data: np.ndarray, sizes: list[int], kind: tl.dtype) -
 
 def local_load(src: Buffer, token: Any = None, layout: Any = None, relaxed: bool = False) -> tl.tensor:
     """Load a tile into registers (from tensor memory with its wait)."""
+    _refuse_halved(src)
     machine().access(src, write=False)
     return tensor(src.data.copy(), src.dtype)
 
 
 def local_store(dst: Buffer, src: tl.tensor) -> None:
     """Store registers into a tile, through the generic proxy."""
+    _refuse_halved(dst)
     data = src.handle.data
     if data.size > 1 and list(data.shape) != dst.shape:
         raise machine().fail(Verdict.SHAPE, f"a value of {list(data.shape)} is stored into {dst.name} of {dst.shape}")

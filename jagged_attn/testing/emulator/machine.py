@@ -89,6 +89,8 @@ class Cta:
         self.queue_phases: dict[int, int] = {}
         self.accumulators: list[tuple[Buffer, Clock]] = []
         self.issued = 0
+        # Arrivals on their way to another CTA.
+        self.arrivals: list[Op] = []
         self.started = False
         self.specialised = False
         self.ended = False

@@ -114,6 +114,9 @@ def _check_tcgen05(run: Any, A: Any, B: Buffer, acc: Buffer, pair: int) -> None:
         or m not in (TENSOR_LANES // 2, TENSOR_LANES)
     ):
         raise run.fail(Verdict.SHAPE, f"a tcgen05 product of {A.shape} and {B.shape} x {pair} CTAs into {acc.shape}")
+    if acc.halved != (pair > 1 and m < TENSOR_LANES) or (acc.halved and A.storage == TMEM):
+        text = "64 rows a CTA, in a cluster: a product of a pair, with its left operand in shared memory, is emulated"
+        raise run.fail(Verdict.UNSUPPORTED, text)
     if A.storage == TMEM:
         if A.data.strides[1] != A.data.itemsize:
             raise run.fail(Verdict.SHAPE, "an operand in tensor memory cannot be transposed")
@@ -147,7 +150,7 @@ def _tcgen05(
     def finish() -> None:
         right = np.concatenate([decode(b.data, b.dtype) for b in rights], 1)
         for left, out in zip(lefts, outs, strict=True):
-            product = decode(left.data, left.dtype) @ right
+            product = (decode(left.data, left.dtype) @ right).reshape(out.data.shape)
             out.data[...] = out.data + product if accumulate else product
         _signal(cta, signals, known, op.where)
 

@@ -150,7 +150,15 @@ class Buffer:
     @property
     def shape(self) -> list[int]:
         """Shape of the view, or of one tile."""
-        return list(self.view_data.shape) if self.view_data is not None else self.tile_shape
+        if self.view_data is None or self.halved:
+            return self.tile_shape
+        return list(self.view_data.shape)
+
+    @property
+    def halved(self) -> bool:
+        """A tile of 64 rows of a pair of CTAs: its left half lies in lanes 0 to 63, its right half in 64 to 127."""
+        pair = self.storage == TMEM and self.tile_shape[0] < TENSOR_LANES and len(self.cta.cluster) > 1
+        return pair and (self.view_data is None or self.view_data.ndim == 3)
 
     @property
     def type(self) -> Buffer:
@@ -178,7 +186,8 @@ class Buffer:
 
     def view(self, data: np.ndarray, dtype: tl.dtype | None = None, name: str = "") -> Buffer:
         """Another view of the same memory."""
-        return Buffer(self.cta, self.storage, dtype or self.dtype, list(data.shape), name or self.name, data=data)
+        shape = self.tile_shape if data.ndim == 3 and self.halved else list(data.shape)
+        return Buffer(self.cta, self.storage, dtype or self.dtype, shape, name or self.name, data=data)
 
     def __getitem__(self, index: Any) -> Buffer:
         i = int(unwrap(index))
@@ -197,6 +206,9 @@ class Buffer:
             return self.arena.bytes[at : at + self.unit].view(kind).reshape(self.tile_shape)
         rows, columns = self.tile_shape
         words = self.arena.bytes.reshape(TENSOR_LANES, TENSOR_ROW_BYTES)
+        if self.halved:
+            # Rows, halves, columns of a half.
+            return words[:, 4 * at : 4 * (at + self.unit)].view(kind).reshape(2, rows, columns // 2).swapaxes(0, 1)
         return words[:rows, 4 * at : 4 * (at + self.unit)].view(kind)[:, :columns]
 
     def at(self, cta: Cta) -> Buffer:
@@ -206,7 +218,7 @@ class Buffer:
         mine, theirs = self.arena, cta.arenas[self.storage]
         offset = self.data.__array_interface__["data"][0] - mine.base
         data: np.ndarray = np.ndarray(self.data.shape, self.data.dtype, theirs.bytes, offset, self.data.strides)
-        return Buffer(cta, self.storage, self.dtype, list(data.shape), f"{self.name} of {cta.name}", data=data)
+        return Buffer(cta, self.storage, self.dtype, self.shape, f"{self.name} of {cta.name}", data=data)
 
 
 class ReuseGroup:

@@ -246,6 +246,54 @@ def exchange(x, y, HOW: tl.constexpr, FAULT: tl.constexpr):
 
 
 @triton.jit
+def relay(x, desc_b, y, FAULT: tl.constexpr):
+    """``y [128, 64] = x^T b``: each CTA of a pair has 128 rows of ``x``, sends columns of them, and makes 64 rows."""
+    x_tiles = tlx.local_alloc((128, 64), tl.bfloat16, 2)
+    b_tiles = tlx.local_alloc((128, 32), tl.bfloat16, 2)
+    both = tlx.storage_alias_spec(storage=tlx.storage_kind.tmem)
+    acc = tlx.local_alloc((64, 64), tl.float32, 1, tlx.storage_kind.tmem, reuse=both)
+    lanes = tlx.local_alloc((128, 32), tl.float32, 1, tlx.storage_kind.tmem, reuse=both)
+    both.set_buffer_overlap(tlx.reuse_group(acc, lanes, group_type=tlx.reuse_group_type.shared))
+    full = tlx.alloc_barriers(1)
+    got = tlx.alloc_barriers(1)
+    ready = tlx.alloc_barriers(1)
+    done = tlx.alloc_barriers(1)
+    rank = tlx.cluster_cta_rank()
+    lane = tl.arange(0, 128)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            for g in tl.static_range(2):
+                at = x + (rank * 128 + lane)[:, None] * 128 + g * 64 + tl.arange(0, 64)[None, :]
+                tlx.async_remote_shmem_store(x_tiles[rank], tl.load(at), g, got[0])
+            tlx.barrier_wait(done[0], 0)
+            at = y + (rank * 64 + lane % 64)[:, None] * 64 + (lane // 64 * 32)[:, None] + tl.arange(0, 32)[None, :]
+            tl.store(at, tlx.local_load(lanes[0]))
+            if FAULT == "reads 64 rows":
+                tlx.local_load(acc[0])
+        with tlx.async_task(num_warps=1, registers=64):
+            tlx.barrier_expect_bytes(got[0], 32768)
+            tlx.barrier_expect_bytes(full[0], 32768, pred=rank == 0)
+            for k in tl.static_range(2):
+                tlx.async_descriptor_load(desc_b, b_tiles[k], [k * 128, rank * 32], full[0], two_ctas=True)
+            if FAULT != "no wait":
+                tlx.barrier_wait(got[0], 0)
+            if FAULT != "no fence":
+                tlx.fence("async_shared")
+            if rank == 1:
+                if FAULT != "no relay":
+                    tlx.barrier_arrive(ready[0], 1, remote_cta_rank=0)
+            else:
+                tlx.barrier_wait(full[0], 0)
+                if FAULT != "no wait for the relay":
+                    tlx.barrier_wait(ready[0], 0)
+                for k in tl.static_range(2):
+                    tlx.async_dot(
+                        tlx.local_trans(x_tiles[k]), b_tiles[k], acc[0], use_acc=k > 0, two_ctas=True, force_async=True
+                    )
+                tlx.tcgen05_commit(done[0], two_ctas=True)
+
+
+@triton.jit
 def remote_wait(y):
     """Waits for a barrier of the other CTA, which no instruction can do."""
     bar = tlx.alloc_barriers(1)
