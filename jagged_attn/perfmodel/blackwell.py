@@ -1,4 +1,6 @@
-"""The roles of our Blackwell kernels for self and cross attention at D = 128, one CTA: never run, so never compared.
+"""The roles of our Blackwell kernels for self and cross attention at D = 128: never run, so never compared.
+
+The forward is by one CTA; the backward also by pairs, which ``JAGGED_ATTN_BLACKWELL_BACKWARD`` asks for.
 
 As in ``hopper``, instructions were counted in the compiled sm_100a loops. Products are those of one thread, in one
 queue; a left operand in tensor memory costs no shared memory.
@@ -7,7 +9,7 @@ queue; a left operand in tensor memory costs no shared memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..bench.workloads import Workload
@@ -26,9 +28,11 @@ from .predict import (
     keys_items,
     steady,
 )
-from .simulate import HandOut, Processor, Role, Signal, StoringRole, Work
+from .simulate import Barrier, HandOut, Processor, Role, Signal, StoringRole, Work
 
 _CHUNK = 32
+# Cycles from one CTA of a pair to the other: an assumption, between an L1 hit and the L2 cache.
+HOP = 200.0
 
 
 # --- Forward ---
@@ -348,6 +352,163 @@ class Keys(HandOut):
         return sm.store(size, miss)
 
 
+class Pairs(Keys):
+    """``tlx_blackwell.backward_pair``, one CTA of a pair whose other does the same at the same time.
+
+    What one does for the other takes ``hop`` cycles to get there and as many to come back, which nobody has measured.
+    """
+
+    def __init__(
+        self, sm: Processor, config: BackwardConfig, act: str, items: Sequence[KeysItem], hop: float = HOP
+    ) -> None:
+        super().__init__(sm, config, act, items)
+        self.hop = hop
+        self.qc_full, self.qc_empty, self.doc_full, self.doc_empty = (sm.barrier() for _ in range(4))
+        self.kc_full, self.kc_empty = sm.barrier(), sm.barrier()
+        self.ds_whole = sm.barrier(2)
+
+    def load(self) -> Role:
+        """Q and dO of each tile by halves of rows and of columns, K and V of each item, and K by columns."""
+        sm, half, keys = self.sm, ROWS * DIM * BYTES // 2, ROWS * DIM * BYTES
+        count = 0
+        yield from self._take(0)
+        for turn, item in enumerate(self.items):
+            for trip in range(item.tiles):
+                if trip == 0:
+                    yield self.k_empty.wait(turn - 1)
+                    yield from sm.load(keys, item.kv_miss, self.k_full, turn)
+                yield self.q_empty.wait(count - 1)
+                yield from sm.load(half + ROWS * FLOAT, item.q_miss, self.q_full, count)
+                if trip == 0:
+                    yield self.v_empty.wait(turn - 1)
+                    yield from sm.load(keys, item.kv_miss, self.v_full, turn)
+                yield self.do_empty.wait(count - 1)
+                yield from sm.load(half + ROWS * FLOAT, item.do_miss, self.do_full, count)
+                yield self.doc_empty.wait(count - 1)
+                yield from sm.load(half, 0.0, self.doc_full, count)
+                yield self.qc_empty.wait(count - 1)
+                yield from sm.load(half, 0.0, self.qc_full, count)
+                if trip == 0:
+                    yield self.kc_empty.wait(turn - 1)
+                    yield from sm.load(keys, 0.0, self.kc_full, turn)
+                    yield from self._take(turn + 1)
+                count += 1
+
+    def mma(self) -> Role:
+        """As ``Keys.mma``, but dK before dQ, which waits for the dS of both."""
+        count = 0
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for trip in range(item.tiles + 1):
+                last, ends = count - 1, trip == item.tiles
+                if trip:
+                    yield self.doc_full.wait(last)
+                    yield self.p_full.wait(last)
+                    yield self.dv_empty.wait(turn - 1)
+                    dv = self._product(registers=True)
+                    dv.then(partial(self.doc_empty.arrive, last))
+                    if ends:
+                        dv.then(partial(self.dv_full.arrive, turn))
+                if not ends:
+                    yield self.k_full.wait(turn)
+                    yield self.q_full.wait(count)
+                    s = self._product()
+                    s.then(partial(self.s_full.arrive, count))
+                    s.then(partial(self.q_empty.arrive, count))
+                    if trip + 1 == item.tiles:
+                        s.then(partial(self.k_empty.arrive, turn))
+                if trip:
+                    yield from self._last_products(last, turn, ends)
+                if not ends:
+                    yield self.v_full.wait(turn)
+                    yield self.do_full.wait(count)
+                    yield self.dq_empty.wait(count - 1)
+                    dp = self._product()
+                    dp.then(partial(self.dp_full.arrive, count))
+                    dp.then(partial(self.do_empty.arrive, count))
+                    if trip + 1 == item.tiles:
+                        dp.then(partial(self.v_empty.arrive, turn))
+                    count += 1
+
+    def _last_products(self, last: int, turn: int, ends: bool) -> Role:
+        yield self.qc_full.wait(last)
+        yield self.ds_full.wait(last)
+        yield self.dk_empty.wait(turn - 1)
+        dk = self._product(registers=True)
+        dk.then(partial(self.qc_empty.arrive, last))
+        if ends:
+            dk.then(partial(self.dk_full.arrive, turn))
+        yield self.kc_full.wait(turn)
+        yield self.ds_whole.wait(last)
+        yield self.sm.fence()
+        # Of 64 queries and all columns, over 256 keys: as many steps again, each reading 64 rows and 64 columns.
+        dq = self._multiply(2 * ROWS, ROWS // 2, DIM // 2)
+        dq.then(partial(self.dq_full.arrive, last))
+        if ends:
+            dq.then(partial(self.kc_empty.arrive, turn))
+
+    def _product(self, registers: bool = False) -> Signal:
+        """128 rows of each CTA's own, and half of what stands on the right."""
+        return self._multiply(ROWS, 0 if registers else ROWS, DIM // 2)
+
+    def _multiply(self, depth: int, rows: int, columns: int) -> Signal:
+        """A CTA's share of a product of 128 by 128 by 128, in steps of 16 of ``depth``, and what a step reads."""
+        sm, steps = self.sm, depth // 16
+        flop = 2.0 * ROWS * DIM * ROWS / steps
+        sm.products += 1
+        sm.flop += flop * steps
+        read = 2.0 * 16 * (rows + columns) / sm.machine.shared_bytes
+        cycles = flop / (sm.machine.mma_flop * sm.machine.mma_efficiency)
+        return sm.tensor.issue(0, cycles, read, steps)
+
+    def gradients(self) -> Role:
+        """As ``Keys.gradients``; dS to tensor memory, and to whom it belongs."""
+        sm, half = self.sm, ROWS // 2
+        count = 0
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for _ in range(item.tiles):
+                yield self.s_full.wait(count)
+                yield from sm.columns(half)
+                yield from sm.touch_rows(self.work.loads)
+                yield from sm.compute(self.work.weights)
+                yield from sm.columns(half // 2)
+                self._after(2 * self.hop, self.p_full, count)
+                yield self.dp_full.wait(count)
+                yield from sm.columns(half)
+                yield from sm.touch_rows(self.work.loads)
+                yield from sm.compute(self.work.gradient)
+                yield from sm.columns(half // 2)
+                # As much comes as goes.
+                yield from sm.touch(ROWS * half * BYTES)
+                self._after(2 * self.hop, self.ds_full, count)
+                self._after(2 * self.hop, self.ds_whole, count)
+                count += 1
+
+    def reduce(self) -> Role:
+        """As ``Keys.reduce``, with half of each dQ."""
+        count = 0
+        sent: list[Signal | None] = [None] * self.c.dq_stages
+        for turn, item in enumerate(self.items):
+            yield from self._receive(turn)
+            for trip in range(item.tiles):
+                if trip + 1 == item.tiles:
+                    yield self.dv_full.wait(turn)
+                    yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
+                    self._after(2 * self.hop, self.dv_empty, turn)
+                yield self.dq_full.wait(count)
+                yield from self._send(DIM // (2 * _CHUNK), _CHUNK, item.sum_miss, sent)
+                self._after(2 * self.hop, self.dq_empty, count)
+                count += 1
+            yield self.dk_full.wait(turn)
+            yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
+            self._after(2 * self.hop, self.dk_empty, turn)
+
+    def _after(self, cycles: float, barrier: Barrier, use: int) -> None:
+        """The other CTA's arrival: its work began with a signal from here, and its answer comes back."""
+        self.sm.clock.at(self.sm.clock.now + cycles, partial(barrier.arrive, use))
+
+
 def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
     """The forward of self or cross attention without a mask."""
     config = forward_config(DIM, None, workload.mask)
@@ -362,14 +523,41 @@ def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> P
     )
 
 
-def predict_backward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
-    """The backward of self or cross attention without a mask."""
+def predict_backward(
+    machine: Machine, workload: Workload, lengths: Lengths, hop: float = HOP
+) -> Prediction:  # fmt: skip
+    """The backward of self or cross attention without a mask; ``hop``: see ``Pairs``."""
     config = backward_config(DIM)
     items = keys_items(workload, lengths, ROWS)
+    if config.two_ctas:
+        items = _paired(workload, lengths, items)
+
+    def kernel(sm: Processor, many: list[KeysItem]) -> Keys:
+        if config.two_ctas:
+            return Pairs(sm, config, workload.activation, many, hop)
+        return Keys(sm, config, workload.activation, many)
 
     def time(item: KeysItem) -> Steady:
-        return steady(machine, lambda sm, n: [Keys(sm, config, workload.activation, [item] * n)])
+        one = steady(machine, lambda sm, n: [kernel(sm, [item] * n)])
+        # An item of a pair is the work of two.
+        return replace(one, memory=config.ctas * one.memory, l2=config.ctas * one.l2, flop=config.ctas * one.flop)
 
     times = {item: time(item) for item in set(items)}
     around = around_keys(machine, workload, lengths)
-    return all_heads(machine, [times[item] for item in items], workload.num_heads, machine.processors, around)
+    workers = machine.processors // config.ctas
+    return all_heads(machine, [times[item] for item in items], workload.num_heads, workers, around)
+
+
+def _paired(workload: Workload, lengths: Lengths, items: Sequence[KeysItem]) -> list[KeysItem]:
+    """One of each two neighbours of a sequence; without a mask they see the same queries.
+
+    A tile of queries is asked for half as often; of the halves by rows, the others are in the cache by then.
+    """
+    pairs: list[KeysItem] = []
+    at = 0
+    for _, len_kv in lengths.longest_first("kv" if workload.kind == "broadcast_q" else "q"):
+        tiles = -(-len_kv // ROWS)
+        pairs += items[at : at + tiles : 2]
+        at += tiles
+    return [replace(x, q_miss=min(2 * x.q_miss, 1.0), do_miss=min(2 * x.do_miss, 1.0),
+                    sum_miss=min(2 * x.sum_miss, 2.0)) for x in pairs]  # fmt: skip

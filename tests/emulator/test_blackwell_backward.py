@@ -13,7 +13,7 @@ from jagged_attn.backends.base import Geometry
 from jagged_attn.backends.tlx_blackwell import launch_backward
 from jagged_attn.masks import BlockDiagonal, Causal, SlidingWindow
 from jagged_attn.schedule.blackwell import ROWS
-from jagged_attn.schedule.blackwell_backward import backward_config
+from jagged_attn.schedule.blackwell_backward import BackwardConfig, backward_config
 from jagged_attn.schedule.tiles import tile_table
 from jagged_attn.testing.emulator import Schedule
 from jagged_attn.testing.emulator.launches import emulated_launches
@@ -22,6 +22,8 @@ from jagged_attn.testing.emulator.run import Launch
 from jagged_attn.testing.emulator.schedules import standard_schedules
 
 RANDOM = Schedule("random", 0)
+# fbtriton ends a specialised kernel of a cluster with a barrier of the cluster.
+RULES = replace(HOUSE_RULES, cluster_end=True)
 ROLES = ("default", "gradients", "mma", "task3")
 SHORT = (129, 0, 5)
 EDGES = (0, 1, 127, 128, 129, 0, 300)
@@ -34,24 +36,30 @@ class Case(BackwardCase):
     lengths_kv: tuple[int, ...] = SHORT
 
 
-def _table(geometry: Geometry, rows_kv: int, rows_q: int) -> torch.Tensor:
+def _table(geometry: Geometry, rows_kv: int, rows_q: int, block: int = ROWS) -> torch.Tensor:
     assert geometry.offsets_q is not None
-    return tile_table(geometry.offsets_kv, geometry.offsets_q, rows_kv, rows_q, ROWS)
+    return tile_table(geometry.offsets_kv, geometry.offsets_q, rows_kv, rows_q, block)
 
 
-def _run(
-    case: Case, schedule: Schedule, tensors: dict[str, torch.Tensor] | None = None, processors: int = 2
+def run(
+    case: Case,
+    schedule: Schedule,
+    tensors: dict[str, torch.Tensor] | None = None,
+    processors: int = 2,
+    config: BackwardConfig | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The kernels' gradients and the float64 reference's, by name."""
+    config = config or backward_config(case.dim)
     tensors, geometry, spec = tensors or case.tensors(), case.geometry(), case.spec
     wide = {name: x.double() for name, x in tensors.items()}
     out, lse = reference.forward(wide["q"], wide["k"], wide["v"], geometry, spec)
     want = reference.backward(*wide.values(), out, lse, geometry, spec)
     # Written once, each element; the descriptors are those of dK and dV. dQ begins as NaN.
     outputs = ("stats", "desc_dk", "desc_dv", "dq")
-    launch = Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=100)
+    launch = Launch(schedule, RULES, outputs=outputs, scratch=("slots",), arch=100)
     with pytest.MonkeyPatch.context() as patch, emulated_launches(launch):
         patch.setattr(launch_backward, "num_processors", lambda device: processors)
+        patch.setattr(launch_backward, "backward_config", lambda *facts: config)
         patch.setattr(launch_backward, "new_gradients", lambda *like: [x.new_full(x.shape, torch.nan) for x in like])
         got = launch_backward.backward(
             *tensors.values(),
@@ -59,14 +67,14 @@ def _run(
             lse.float(),
             geometry,
             spec,
-            (_table(geometry, len(tensors["k"]), len(tensors["q"])),),
+            (_table(geometry, len(tensors["k"]), len(tensors["q"]), ROWS * config.ctas),),
         )
     names = ("dq", "dk", "dv")
     return dict(zip(names, got, strict=True)), dict(zip(names, want, strict=True))
 
 
-def _check(case: Case, schedule: Schedule = RANDOM, **more: Any) -> dict[str, torch.Tensor]:
-    got, want = _run(case, schedule, **more)
+def check(case: Case, schedule: Schedule = RANDOM, **more: Any) -> dict[str, torch.Tensor]:
+    got, want = run(case, schedule, **more)
     # O, P and dS are rounded to the dtype before they are multiplied and summed, the gradient after.
     tolerance = 4 * torch.finfo(case.dtype).eps
     for name, exact in want.items():
@@ -80,7 +88,7 @@ def _check(case: Case, schedule: Schedule = RANDOM, **more: Any) -> dict[str, to
 
 @pytest.mark.emulator(seeds=1, roles=ROLES)
 def test_right_under_every_policy(schedule):
-    _check(Case((130,), mask=Causal(), extra_rows=3), schedule)
+    check(Case((130,), mask=Causal(), extra_rows=3), schedule)
 
 
 SWEEP = {
@@ -94,7 +102,7 @@ SWEEP = {
 @pytest.mark.parametrize("name", SWEEP)
 def test_right_over_all_policies_and_many_seeds(name):
     for schedule in (*standard_schedules(seeds=50, roles=ROLES),):
-        _check(SWEEP[name], schedule)
+        check(SWEEP[name], schedule)
 
 
 EXTENTS = {
@@ -136,27 +144,27 @@ FACTORS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_more_extents_and_masks(name):
-    _check(MORE[name])
+    check(MORE[name])
 
 
 @pytest.mark.parametrize("name", EXTENTS)
 def test_extents(name):
-    _check(EXTENTS[name])
+    check(EXTENTS[name])
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name):
-    _check(MASKS[name])
+    check(MASKS[name])
 
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_factors(name):
-    _check(FACTORS[name])
+    check(FACTORS[name])
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_activations(name):
-    _check(Case((9,), activation=name))
+    check(Case((9,), activation=name))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +174,7 @@ def test_activations(name):
     ids=str,
 )  # fmt: skip
 def test_hardly_anything(case):
-    for gradient in _check(case).values():
+    for gradient in check(case).values():
         assert not gradient.any()
 
 
@@ -184,29 +192,33 @@ MORE_DETERMINISTIC = {
 }
 
 
-def _check_repeats(case: Case, schedules: tuple[Schedule, ...]) -> None:
-    first = _check(case)
+def check_repeats(case: Case, schedules: tuple[Schedule, ...], config: BackwardConfig | None = None) -> None:
+    first = check(case, config=config)
     for schedule in schedules:
-        again = _run(case, schedule, processors=3)[0]
+        again = run(case, schedule, processors=3 * (config.ctas if config else 1), config=config)[0]
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_deterministic_means_the_same_bits_in_any_order(name):
-    _check_repeats(DETERMINISTIC[name], (Schedule("random", 1),))
+    check_repeats(DETERMINISTIC[name], (Schedule("random", 1),))
 
 
 # CTAs that wait their turn poll, so a run that keeps others from theirs takes minutes.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_DETERMINISTIC)
 def test_deterministic_under_more_schedules(name):
-    _check_repeats(MORE_DETERMINISTIC[name], (Schedule("starve_cta:0", 1), Schedule("lazy", 2), Schedule("random", 3)))
+    check_repeats(MORE_DETERMINISTIC[name], (Schedule("starve_cta:0", 1), Schedule("lazy", 2), Schedule("random", 3)))
 
 
 @pytest.mark.parametrize(
     ("facts", "changes", "reason"),
     [
-        ((128, None), {"two_ctas": 1}, "half of each other's dS"),
+        ((64, None), {"two_ctas": 1}, "head dim 128 and keys that stay"),
+        ((128, 128), {"two_ctas": 1}, "head dim 128 and keys that stay"),
+        ((128, None, 255), {"two_ctas": 1, "q_stages": 1}, "256 shared queries or more, got 255"),
+        ((128, None), {"two_ctas": 1}, "one buffer of each"),
+        ((128, None), {"two_ctas": 1, "q_stages": 1, "dq_stages": 3}, "bytes of shared memory"),
         ((128, None), {"scores": "first"}, "columns of tensor memory"),
         ((128, None), {"q_stages": 3}, "bytes of shared memory"),
         ((128, None), {"registers": 200}, "leave 80 of 512"),
@@ -230,13 +242,13 @@ def test_switches(monkeypatch, switches):
     monkeypatch.setenv("JAGGED_ATTN_BLACKWELL_BACKWARD", switches)
     backward_config.cache_clear()
     launch_backward._kernels.cache_clear()
-    _check(Case((130,)))
+    check(Case((130,)))
     monkeypatch.delenv("JAGGED_ATTN_BLACKWELL_BACKWARD")
     backward_config.cache_clear()
 
 
 def test_far_more_processors_than_items():
-    _check(Case((70,)), processors=7)
+    check(Case((70,)), processors=7)
 
 
 def test_views_of_wider_buffers_and_an_expanded_gradient():
@@ -244,7 +256,7 @@ def test_views_of_wider_buffers_and_an_expanded_gradient():
     fused = torch.randn(73, 6, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     heads_first = torch.randn(2, 73, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     dout = torch.ones(1, dtype=torch.bfloat16).expand(73, 2, 64)
-    _check(case, tensors={"dout": dout, "q": fused[:, :2], "k": fused[:, 2:4], "v": heads_first.transpose(0, 1)})
+    check(case, tensors={"dout": dout, "q": fused[:, :2], "k": fused[:, 2:4], "v": heads_first.transpose(0, 1)})
 
 
 def test_keys_past_the_end_where_all_scores_are_very_negative():
@@ -252,7 +264,7 @@ def test_keys_past_the_end_where_all_scores_are_very_negative():
     case, tensors = Case((70, 9)), Case((70, 9)).tensors()
     tensors["q"] = tensors["q"].abs() * 8
     tensors["k"] = -tensors["k"].abs() * 8
-    _check(case, tensors=tensors)
+    check(case, tensors=tensors)
 
 
 @pytest.mark.parametrize(("activation", "value"), [("softmax", float("nan")), ("gelu", float("inf"))])
@@ -263,7 +275,7 @@ def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value):
         x[9 : 9 + 65] = value
         x[-2:] = value
     rows = [*range(9), *range(9 + 65, 9 + 65 + 70)]
-    want, got = _run(case, RANDOM, clean)[0], _run(case, RANDOM, poisoned)[0]
+    want, got = run(case, RANDOM, clean)[0], run(case, RANDOM, poisoned)[0]
     for name in want:
         assert torch.equal(got[name][rows], want[name][rows]), name
         assert not got[name][-2:].any(), name

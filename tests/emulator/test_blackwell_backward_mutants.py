@@ -13,14 +13,14 @@ import test_blackwell_broadcast_q as queries_stay
 import torch
 
 from jagged_attn.backends._jit.rings import open_slot, publish
-from jagged_attn.backends.tlx_blackwell import launch_backward
 from jagged_attn.backends.tlx_blackwell.backward import backward_kv
-from jagged_attn.schedule.blackwell_backward import BackwardConfig
+from jagged_attn.backends.tlx_blackwell.backward_pair import backward_pair
+from jagged_attn.schedule.blackwell_backward import TWO_CTAS, BackwardConfig
 from jagged_attn.testing.emulator import Schedule, hunt, launches
 from jagged_attn.testing.emulator.checking import KernelCase
 from jagged_attn.testing.emulator.errors import EmulatorError, Verdict
 from jagged_attn.testing.emulator.faults import standard_mutants
-from jagged_attn.testing.emulator.mutants import Mutant
+from jagged_attn.testing.emulator.mutants import Mutant, Site, argument, drop
 from jagged_attn.testing.emulator.rewrite import Program
 from jagged_attn.testing.emulator.run import Launch, Report, emulate
 
@@ -64,7 +64,7 @@ def _capture(run: Callable[[], Any], once: Sequence[str]) -> _Replay:
     found: list[_Replay] = []
 
     def record(kernel: Any, grid: Any, arguments: Any, launch: Launch, *_: Any) -> Report:
-        if kernel is not backward_kv:
+        if kernel not in (backward_kv, backward_pair):
             return emulate(kernel, grid, arguments, launch)
         case = _Replay(kernel, grid, dict(arguments), {}, {}, launch, once)
         tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) or hasattr(x, "base")]
@@ -80,13 +80,14 @@ def _capture(run: Callable[[], Any], once: Sequence[str]) -> _Replay:
     return found[0]
 
 
-def _keys(config: BackwardConfig, dim: int = 64, deterministic: bool = False) -> _Replay:
-    case = keys_stay.Case((257, 5), dim=dim, deterministic=deterministic)
-    processors = 2 if deterministic else 1
-    with mock.patch.object(launch_backward, "backward_config", return_value=config):
-        found = _capture(
-            lambda: keys_stay._run(case, Schedule("random", 0), processors=processors), ("desc_dk", "desc_dv")
-        )
+def _keys(
+    config: BackwardConfig, dim: int = 64, deterministic: bool = False, lengths: tuple[int, ...] = (257, 5)
+) -> _Replay:  # fmt: skip
+    case = keys_stay.Case(lengths, dim=dim, deterministic=deterministic)
+    processors = 2 * config.ctas if deterministic else config.ctas
+    found = _capture(
+        lambda: keys_stay.run(case, Schedule("random", 0), None, processors, config), ("desc_dk", "desc_dv")
+    )  # fmt: skip
     if deterministic:
         found.tolerances = dict.fromkeys(found.references, 1e-12)
     return found
@@ -104,15 +105,34 @@ CASES: dict[str, Callable[[], _Replay]] = {
     "keys stay": functools.partial(_keys, BackwardConfig(2, 1, 1, "middle", "dq"), 128),
     "queries stay, wide": functools.partial(_queries, BackwardConfig(1, 2, 2, "last", "none"), 128),
     "in order": functools.partial(_keys, BackwardConfig(2, 2, 2, "first", "none"), deterministic=True),
+    "keys stay, pairs": functools.partial(_keys, TWO_CTAS, 128),
+    "keys stay, short pairs": functools.partial(_keys, TWO_CTAS, 128, lengths=(9, 5, 3, 7, 1)),
 }
 _case = functools.cache(lambda name: CASES[name]())
-_ONLY = {"_load": "keys", "_reduce_dq": "keys", "_epilogue": "keys", "_load_keys": "queries", "_send": "queries"}
-_ONLY |= {"_send_keys": "queries", "_await_turn": "order", "_pass_turn": "order"}
-MUTANTS = [m for kernel in (backward_kv, publish, open_slot) for m in standard_mutants(kernel)]
-MUTANTS = [m for m in MUTANTS if m.site.function not in ("receive", "next_item")]
+_ONLY = {"_load": "keys", "reduce_dq": "keys", "_epilogue": "keys", "_leave": "keys", "_load_keys": "queries"}
+_ONLY |= {"_send": "queries", "_send_keys": "queries", "_await_turn": "order", "_pass_turn": "order"}
+_ONLY |= dict.fromkeys(
+    ("_publish", "_take", "_load_pair", "_mma_pair", "_await_ds", "_relay", "backward_pair"), "pairs"
+)
+_ARRIVE = {"arrive": "barrier_arrive"}
+_SENT = Site("gradients", "async_remote_shmem_store")
+MUTANTS = [
+    *(m for kernel in (backward_kv, publish, open_slot, backward_pair) for m in standard_mutants(kernel, _ARRIVE)),
+    Mutant("dS not sent", _SENT, drop, frozenset({Verdict.DEADLOCK})),
+    Mutant("dS sent to the wrong CTA", _SENT, argument(2, "1 - _"), frozenset({Verdict.VALUE})),
+    Mutant("dS counted elsewhere", _SENT, argument(3, "ds_full[0]"), frozenset({Verdict.DEADLOCK, Verdict.BYTES})),
+]
 
 # Mutants that change nothing, with the reason.
+_FENCE = "in the emulator an arrival in another CTA publishes all stores before it; PTX promises that for one CTA only"
 EQUIVALENT = {
+    "fence dropped | _publish: fence() #0": _FENCE,
+    "arrival too early | _publish: barrier_arrive(item_full) #0": "only the other CTA's arrival needs the fence",
+    "arrival too early | _publish: barrier_arrive(item_full) #1": "the two arrivals change places",
+    "wait dropped | _mma_pair: barrier_wait(dv_empty) #0": (
+        "dV leaves before the last dQ of its item, over which comes a dP that is issued before the next dV"
+    ),
+    "commit too early | _mma_pair: tcgen05_commit(dq_full) #0": "two commits of the same products change places",
     "named barrier dropped | _pass_turn: named_barrier_wait() #0": (
         "it is for the threads of a task, which in the emulator is one actor"
     ),

@@ -23,6 +23,8 @@ LENGTHS = (0, 1, 127, 128, 129, 300, 0)
 SHORT = (129, 0, 1, 300)
 ROLES = ("default", "gradients", "mma", "task3")
 RANDOM = Schedule("random", 0)
+# fbtriton ends a specialised kernel of a cluster with a barrier of the cluster.
+RULES = replace(HOUSE_RULES, cluster_end=True)
 # Every element is written once, whatever was there; `desc_dq` is the workspace.
 OUTPUTS = ("desc_dk", "desc_dv", "desc_dq", "dq")
 
@@ -45,7 +47,7 @@ class Problem(BroadcastQCase):
             mock.patch.object(launch, "split_chunks", return_value=(ctas, chunk)),
             mock.patch.object(launch_backward, "num_processors", return_value=ctas),
             mock.patch.object(launch, "backward_config", lambda *facts: config or chosen(*facts)),
-            emulated_launches(Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=100)),
+            emulated_launches(Launch(schedule, RULES, outputs=outputs, scratch=("slots",), arch=100)),
         ):
             return launch.backward(**{**arguments, **changes})
 

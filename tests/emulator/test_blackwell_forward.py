@@ -198,7 +198,7 @@ HUNTED = {
     "short": {"lengths_q": (65, 60, 1), "processors": 1, "heads": (1, 1)},
 }
 MUTANTS = [
-    *standard_mutants(kernel, {"_arrive": "barrier_arrive"}),
+    *standard_mutants(kernel, {"arrive": "barrier_arrive"}),
     *standard_mutants(rings.publish),
     *standard_mutants(rings.open_slot),
 ]

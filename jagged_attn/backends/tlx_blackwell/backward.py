@@ -30,6 +30,7 @@ from .._jit.backward_shared import key_run, statistics
 from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
 from .._jit.scores import LOG2E, activate, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
+from .pairs import arrive
 
 # Columns of tensor memory that a thread, which owns a lane, takes at a time: a row vector such as
 # lse costs it a register a column.
@@ -39,16 +40,23 @@ OUT_CHUNK = tl.constexpr(64)
 
 
 @triton.jit
-def _bring(desc, tile, full, empty, phase, start, length, row, column, BYTES: tl.constexpr):
-    """Load a tile by TMA once its buffer is free; what lies past the end of the rows is 0."""
+def bring(desc, tile, full, empty, phase, start, length, row, column, rank, BYTES: tl.constexpr,
+          C: tl.constexpr):  # fmt: skip
+    """Load a tile by TMA once its buffer is free; what lies past the end of the rows is 0.
+
+    Of a pair of CTAs, each loads a part, and BYTES, of both, arrive at the barrier of the first.
+    """
     c0, c1, c2, c3 = ragged(start, length, row, column)
     tlx.barrier_wait(empty, phase ^ 1)
-    tlx.barrier_expect_bytes(full, BYTES)
-    tlx.async_descriptor_load(desc, tile, [c0, c1, c2, c3], full)
+    if C.two_ctas:
+        tlx.barrier_expect_bytes(full, BYTES, pred=rank == 0)
+    else:
+        tlx.barrier_expect_bytes(full, BYTES)
+    tlx.async_descriptor_load(desc, tile, [c0, c1, c2, c3], full, two_ctas=C.two_ctas)
 
 
 @triton.jit
-def _bring_statistics(at, stat, full, empty, phase, BYTES: tl.constexpr):
+def bring_statistics(at, stat, full, empty, phase, BYTES: tl.constexpr):
     """Load lse and delta of a query tile."""
     tlx.barrier_wait(empty, phase ^ 1)
     tlx.barrier_expect_bytes(full, BYTES)
@@ -80,21 +88,21 @@ def _load(maps, row_stats, table, counter, rows, items, tiles, loads, hand, C: t
             head = query_head(trip, kv_head, n, C.group)
             first = first_query_of(trip, begin, n, C.group, C.rows)
             if trip == 0:
-                _bring(desc_k, k_tiles[kv], k_full[kv], k_empty[kv], kv_phase, start_kv, keys,
-                       first_key, kv_head * C.dim, C.keys * BYTES)  # fmt: skip
+                bring(desc_k, k_tiles[kv], k_full[kv], k_empty[kv], kv_phase, start_kv, keys,
+                      first_key, kv_head * C.dim, 0, C.keys * BYTES, C)  # fmt: skip
             buf, phase = ring(count, C.q_stages)
-            _bring(desc_q, q_tiles[buf], q_full[buf], q_empty[buf], phase, rows_q, len_q, first,
-                   head * C.dim, C.rows * BYTES)  # fmt: skip
+            bring(desc_q, q_tiles[buf], q_full[buf], q_empty[buf], phase, rows_q, len_q, first,
+                  head * C.dim, 0, C.rows * BYTES, C)  # fmt: skip
             if C.softmax:
                 at = tl.cast(block + (first - begin) // C.rows, tl.int64) * C.heads + head
-                _bring_statistics(row_stats + at * (2 * C.rows), stats[buf], st_full[buf],
-                                  st_empty[buf], phase, 8 * C.rows)  # fmt: skip
+                bring_statistics(row_stats + at * (2 * C.rows), stats[buf], st_full[buf],
+                                 st_empty[buf], phase, 8 * C.rows)  # fmt: skip
             if trip == 0:
-                _bring(desc_v, v_tiles[kv], v_full[kv], v_empty[kv], kv_phase, start_kv, keys,
-                       first_key, kv_head * C.dim, C.keys * BYTES)  # fmt: skip
+                bring(desc_v, v_tiles[kv], v_full[kv], v_empty[kv], kv_phase, start_kv, keys,
+                      first_key, kv_head * C.dim, 0, C.keys * BYTES, C)  # fmt: skip
             buf, phase = ring(count, C.do_stages)
-            _bring(desc_do, do_tiles[buf], do_full[buf], do_empty[buf], phase, start_q, len_q,
-                   first, head * C.dim, C.rows * BYTES)  # fmt: skip
+            bring(desc_do, do_tiles[buf], do_full[buf], do_empty[buf], phase, start_q, len_q,
+                  first, head * C.dim, 0, C.rows * BYTES, C)  # fmt: skip
             if trip == 0:
                 new = next_item(counter)
                 next = key_item(new, items, table, *rows, KV_HEADS, C.rows, C.keys, C.mask)
@@ -137,19 +145,19 @@ def _load_keys(maps, row_stats, table, counters, rows, chunk_tiles, tiles, loads
         for trip in range(n):
             buf, phase = ring(count, C.kv_stages)
             # V first: its buffer comes free before K's.
-            _bring(desc_v, v_tiles[buf], v_full[buf], v_empty[buf], phase, start, keys,
-                   first + trip * C.keys, column, C.keys * BYTES)  # fmt: skip
-            _bring(desc_k, k_tiles[buf], k_full[buf], k_empty[buf], phase, start, keys,
-                   first + trip * C.keys, column, C.keys * BYTES)  # fmt: skip
+            bring(desc_v, v_tiles[buf], v_full[buf], v_empty[buf], phase, start, keys,
+                  first + trip * C.keys, column, 0, C.keys * BYTES, C)  # fmt: skip
+            bring(desc_k, k_tiles[buf], k_full[buf], k_empty[buf], phase, start, keys,
+                  first + trip * C.keys, column, 0, C.keys * BYTES, C)  # fmt: skip
             if trip == 0:
                 # After K and V, which need not wait for the run before.
                 buf, phase = ring(turn, C.do_stages)
-                _bring(desc_do, do_tiles[buf], do_full[buf], do_empty[buf], phase, b * num_queries,
-                       tl.where(b < num_sequences, num_queries, 0), 0, column,
-                       C.rows * BYTES)  # fmt: skip
+                bring(desc_do, do_tiles[buf], do_full[buf], do_empty[buf], phase, b * num_queries,
+                      tl.where(b < num_sequences, num_queries, 0), 0, column, 0,
+                      C.rows * BYTES, C)  # fmt: skip
                 if C.softmax:
-                    _bring_statistics(statistics(row_stats, b, head, C.heads, C.rows), stats[buf],
-                                      st_full[buf], st_empty[buf], phase, 8 * C.rows)  # fmt: skip
+                    bring_statistics(statistics(row_stats, b, head, C.heads, C.rows), stats[buf],
+                                     st_full[buf], st_empty[buf], phase, 8 * C.rows)  # fmt: skip
             count += 1
         tile += n
         if tile >= end:
@@ -167,13 +175,16 @@ def _load_keys(maps, row_stats, table, counters, rows, chunk_tiles, tiles, loads
 
 
 @triton.jit
-def _receive(hand, turn):
-    """The item of this turn: key head; queries, first, tiles; keys, first. No tiles: the end."""
+def receive(hand, turn, rank, C: tl.constexpr):
+    """The item of this turn: key head; queries, first, tiles; keys, first. No tiles: the end.
+
+    Of a pair of CTAs, the first key is that of this CTA.
+    """
     slots, item_full, item_empty = hand
     kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
     start_kv, len_kv, first_key = receive_keys(slots, turn)
-    tlx.barrier_arrive(item_empty[turn % 2], 1)
-    return kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key
+    arrive(item_empty[turn % 2], C)
+    return kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key + rank * C.keys
 
 
 @triton.jit
@@ -199,12 +210,12 @@ def _mma(tiles, tensor, loads, scores, outs, hand, C: tl.constexpr):
     q_tiles, do_tiles, k_tiles, v_tiles, _, ds_tile = tiles
     s_tile, p_tiles, dp_tile, dv_tile, dk_tile, dq_tile = tensor
     q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, _, _ = loads
-    s_full, s_empty, p_full, p_empty, dp_full, ds_full = scores
+    s_full, s_empty, p_full, p_empty, dp_full, ds_full, _ = scores
     dq_full, dq_empty, dv_full, dv_empty, dk_full, dk_empty = outs
     HALF: tl.constexpr = C.rows // 2
     count = 0
     turn = 0
-    _, _, _, _, n, _, _, _ = _receive(hand, turn)
+    _, _, _, _, n, _, _, _ = receive(hand, turn, 0, C)
     while n > 0:
         trips = C.group * n
         for trip in range(trips + 1):
@@ -276,7 +287,7 @@ def _mma(tiles, tensor, loads, scores, outs, hand, C: tl.constexpr):
                     tlx.tcgen05_commit(v_empty[kv])
                 count += 1
         turn += 1
-        _, _, _, _, n, _, _, _ = _receive(hand, turn)
+        _, _, _, _, n, _, _, _ = receive(hand, turn, 0, C)
 
 
 @triton.jit
@@ -302,23 +313,25 @@ def _weights(s, lse, partial, first_query, query_lo, query_hi, scale, DTYPE: tl.
 
 
 @triton.jit
-def _gradients(g: tl.constexpr, scale, tiles, tensor, loads, scores, hand, DTYPE: tl.constexpr,
-               C: tl.constexpr):  # fmt: skip
+def gradients(g: tl.constexpr, rank, scale, tiles, tensor, loads, scores, hand,
+              DTYPE: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """P and dS of half of each tile's queries: out of tensor memory, rounded, and back on chip.
 
     Only tiles that an end of the mask's ranges crosses go through the mask: a few at the ends of an
     item. The others are its unmasked main part.
+
+    Of a pair of CTAs, dS goes to tensor memory, for dK, and to the CTA that has these queries' dQ.
     """
-    _, _, _, _, stats, ds_tile = tiles
-    s_tile, p_tiles, dp_tile, _, _, _ = tensor
-    _, _, _, _, _, _, _, _, st_full, st_empty = loads
-    s_full, s_empty, p_full, p_empty, dp_full, ds_full = scores
+    stats, ds_tiles = tiles
+    s_tile, p_tiles, dp_tile, ds_columns = tensor
+    st_full, st_empty = loads
+    s_full, s_empty, p_full, p_empty, dp_full, ds_full, ds_whole = scores
     OWN: tl.constexpr = g * (C.rows // 2)
     DELTA: tl.constexpr = C.rows + OWN
     CHUNKS: tl.constexpr = C.rows // 2 // CHUNK
     count = 0
     turn = 0
-    _, _, len_q, begin, n, _, len_kv, first_key = _receive(hand, turn)
+    _, _, len_q, begin, n, _, len_kv, first_key = receive(hand, turn, rank, C)
     while n > 0:
         lo, hi, all_lo, all_hi = 0, 0, 0, 0
         if mask_kind(C.mask) != "full":
@@ -352,24 +365,31 @@ def _gradients(g: tl.constexpr, scale, tiles, tensor, loads, scores, hand, DTYPE
                 # Over the scores, a chunk of P takes half the columns of one that has been read.
                 tlx.local_store(tlx.subslice(p_tiles[_p_index(g, C)], k * CHUNK, CHUNK), p)
                 factors = factors + (factor,)
-            tlx.barrier_arrive(p_full[0], 1)
+            arrive(p_full[0], C)
             tlx.barrier_wait(dp_full[0], phase)
             for k in tl.static_range(CHUNKS):
                 ds = tlx.local_load(tlx.subslice(dp_tile[0], OWN + k * CHUNK, CHUNK))
                 if C.softmax:
                     delta = tlx.local_load(tlx.local_slice(stat, [DELTA + k * CHUNK], [CHUNK]))
                     ds = ds - delta[None, :]
-                ds = factors[k].to(tl.float32) * ds
-                tlx.local_store(tlx.local_slice(ds_tile[0], [0, OWN + k * CHUNK], [C.keys, CHUNK]),
-                                ds.to(DTYPE))  # fmt: skip
-            tlx.fence("async_shared")
-            tlx.barrier_arrive(ds_full[0], 1)
+                rounded = (factors[k].to(tl.float32) * ds).to(DTYPE)
+                if C.two_ctas:
+                    # Over dP as P is over S.
+                    tlx.local_store(tlx.subslice(ds_columns[2 * g], k * CHUNK, CHUNK), rounded)
+                    part = tlx.local_slice(ds_tiles[rank], [0, k * CHUNK], [C.keys, CHUNK])
+                    tlx.async_remote_shmem_store(part, rounded, g, ds_whole[0])
+                else:
+                    part = tlx.local_slice(ds_tiles[0], [0, OWN + k * CHUNK], [C.keys, CHUNK])
+                    tlx.local_store(part, rounded)
+            if not C.two_ctas:
+                tlx.fence("async_shared")
+            arrive(ds_full[0], C)
             if C.softmax:  # noqa: SIM102
                 if not C.shared or trip + 1 == n:
                     tlx.barrier_arrive(st_empty[buf], 1)
             count += 1
         turn += 1
-        _, _, len_q, begin, n, _, len_kv, first_key = _receive(hand, turn)
+        _, _, len_q, begin, n, _, len_kv, first_key = receive(hand, turn, rank, C)
 
 
 @triton.jit
@@ -382,32 +402,44 @@ def _round(tile, accumulator, first: tl.constexpr, factor, DTYPE: tl.constexpr,
 
 
 @triton.jit
+def _leave(desc, tile, start, length, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+           COLUMNS: tl.constexpr, REDUCE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """Send a tile; one of a pair in two halves, of which the second goes ROWS and COLUMNS on."""
+    HEIGHT: tl.constexpr = C.keys // C.ctas
+    for h in tl.static_range(C.ctas):
+        c0, c1, c2, c3 = ragged(start, length, row + h * ROWS, column + h * COLUMNS)
+        part = tlx.local_slice(tile, [h * HEIGHT, 0], [HEIGHT, WIDTH])
+        tlx.async_descriptor_store(desc, part, [c0, c1, c2, c3], store_reduce=REDUCE)
+
+
+@triton.jit
 def _epilogue(desc, accumulator, out_tiles, full, empty, phase, sent, start_kv, len_kv, first_key,
               column, factor, C: tl.constexpr):  # fmt: skip
     """Store dV or dK, and free its columns for the next item as soon as they have been read."""
     DTYPE: tl.constexpr = tlx.dtype_of(desc)
     tlx.barrier_wait(full[0], phase)
     for j in tl.static_range(C.dim // OUT_CHUNK):
-        tlx.async_descriptor_store_wait(C.dq_stages - 1)
+        tlx.async_descriptor_store_wait(C.ctas * (C.dq_stages - 1))
         buf = (sent + j) % C.dq_stages
         _round(out_tiles[buf], accumulator, j * OUT_CHUNK, factor, DTYPE, OUT_CHUNK, C)
         tlx.fence("async_shared")
-        c0, c1, c2, c3 = ragged(start_kv, len_kv, first_key, column + j * OUT_CHUNK)
-        tlx.async_descriptor_store(desc, out_tiles[buf], [c0, c1, c2, c3])
-    tlx.barrier_arrive(empty[0], 1)
+        _leave(desc, out_tiles[buf], start_kv, len_kv, first_key, column + j * OUT_CHUNK, OUT_CHUNK,
+               C.keys // C.ctas, 0, "", C)  # fmt: skip
+    arrive(empty[0], C)
     return sent + C.dim // OUT_CHUNK
 
 
 @triton.jit
-def _await_turn(flag, first_query, first_key, len_q, len_kv, C: tl.constexpr):
+def _await_turn(flag, first_query, own, first_key, len_q, len_kv, C: tl.constexpr):
     """Wait until all key tiles before this one have added to a query tile; return its own number.
 
     Key tiles are handed out in order, so the first of those that wait never waits itself. Below 0,
-    or past the last query, are tiles that see nothing and add zeros to what is not theirs.
+    or past the last query, are tiles that see nothing and add zeros to what is not theirs. Of a pair
+    of CTAs, each takes its turns for its ``own`` queries.
     """
     lowest, _ = key_range(first_query, len_q, len_kv, C.mask)
-    number = first_key // C.keys - lowest // C.keys
-    number = tl.where(first_query < len_q, number, -1)
+    number = first_key // (C.ctas * C.keys) - lowest // (C.ctas * C.keys)
+    number = tl.where(own < len_q, number, -1)
     if number > 0:
         while tl.load(flag, volatile=True) < number:
             pass
@@ -427,27 +459,32 @@ def _pass_turn(flag, number):
 
 
 @triton.jit
-def _reduce_dq(maps, turns, scale, out_scale, tensor, dq_tiles, out_tiles, outs, hand,
-               C: tl.constexpr):  # fmt: skip
+def reduce_dq(maps, turns, rank, scale, out_scale, tensor, dq_tiles, out_tiles, outs, hand,
+              C: tl.constexpr):  # fmt: skip
     """What leaves tensor memory: dQ of each tile, to be added by TMA; dV and dK of each item.
 
     All of it goes through one ring of buffers, whose copies are in flight together. The columns of
     dQ are free as soon as they have been read, long before the sum has them. Unless ``C.dynamic``,
     key tiles add to a query tile one after the other, in order: see ``_await_turn``.
+
+    Of a pair of CTAs, each has 64 queries' dQ: columns of its left half in the lanes below 64, of
+    its right half in those above.
     """
     desc_sum, desc_dk, desc_dv = maps
-    _, _, _, dv_tile, dk_tile, dq_tile = tensor
+    dv_tile, dk_tile, dq_tile = tensor
     dq_full, dq_empty, dv_full, dv_empty, dk_full, dk_empty = outs
+    COLUMNS: tl.constexpr = C.dim // C.ctas
     count = 0
     sent = 0
     turn = 0
-    kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = _receive(hand, turn)
+    kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = receive(hand, turn, rank, C)
     while n > 0:
         rows_dq = tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
         for trip in range(C.group * n):
             head = query_head(trip, kv_head, n, C.group)
             first = first_query_of(trip, begin, n, C.group, C.rows)
-            flag = turns + (tl.cast(start_q, tl.int64) + first) * C.heads + head
+            own = first + rank * (C.rows // C.ctas)
+            flag = turns + (tl.cast(start_q, tl.int64) + own) * C.heads + head
             if trip + 1 == C.group * n:
                 # Complete before the last dQ.
                 sent = _epilogue(desc_dv, dv_tile, out_tiles, dv_full, dv_empty, turn & 1, sent,
@@ -455,17 +492,16 @@ def _reduce_dq(maps, turns, scale, out_scale, tensor, dq_tiles, out_tiles, outs,
                                  C)  # fmt: skip
             tlx.barrier_wait(dq_full[0], count & 1)
             if not C.dynamic:
-                number = _await_turn(flag, first, first_key, len_q, len_kv, C)
-            for k in tl.static_range(C.dim // CHUNK):
+                number = _await_turn(flag, first, own, first_key, len_q, len_kv, C)
+            for k in tl.static_range(COLUMNS // CHUNK):
                 x = tlx.local_load(tlx.subslice(dq_tile[0], k * CHUNK, CHUNK))
-                if (k + 1) * CHUNK == C.dim:
-                    tlx.barrier_arrive(dq_empty[0], 1)
-                tlx.async_descriptor_store_wait(C.dq_stages - 1)
+                if (k + 1) * CHUNK == COLUMNS:
+                    arrive(dq_empty[0], C)
+                tlx.async_descriptor_store_wait(C.ctas * (C.dq_stages - 1))
                 tlx.local_store(dq_tiles[sent % C.dq_stages], x)
                 tlx.fence("async_shared")
-                c0, c1, c2, c3 = ragged(rows_dq, len_q, first, head * C.dim + k * CHUNK)
-                tlx.async_descriptor_store(desc_sum, dq_tiles[sent % C.dq_stages], [c0, c1, c2, c3],
-                                           store_reduce="add")  # fmt: skip
+                _leave(desc_sum, dq_tiles[sent % C.dq_stages], rows_dq, len_q, own,
+                       head * C.dim + k * CHUNK, CHUNK, 0, COLUMNS, "add", C)  # fmt: skip
                 sent += 1
             if not C.dynamic:
                 _pass_turn(flag, number)
@@ -473,7 +509,7 @@ def _reduce_dq(maps, turns, scale, out_scale, tensor, dq_tiles, out_tiles, outs,
         sent = _epilogue(desc_dk, dk_tile, out_tiles, dk_full, dk_empty, turn & 1, sent, start_kv,
                          len_kv, first_key, kv_head * C.dim, scale * out_scale, C)  # fmt: skip
         turn += 1
-        kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = _receive(hand, turn)
+        kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = receive(hand, turn, rank, C)
     tlx.async_descriptor_store_wait(0)
 
 
@@ -502,7 +538,7 @@ def _send_keys(maps, scale, out_scale, tiles, tensor, dq_tiles, loads, outs, han
     _, _, dv_full, dv_empty, dk_full, dk_empty = outs
     count = 0
     turn = 0
-    head, _, _, _, n, start, length, first = _receive(hand, turn)
+    head, _, _, _, n, start, length, first = receive(hand, turn, 0, C)
     while n > 0:
         for trip in range(n):
             buf, phase = count % C.kv_stages, count & 1
@@ -512,7 +548,7 @@ def _send_keys(maps, scale, out_scale, tiles, tensor, dq_tiles, loads, outs, han
                   length, first + trip * C.keys, head * C.dim, scale * out_scale, C)  # fmt: skip
             count += 1
         turn += 1
-        head, _, _, _, n, start, length, first = _receive(hand, turn)
+        head, _, _, _, n, start, length, first = receive(hand, turn, 0, C)
     row = (tl.program_id(0) // C.heads * C.heads + tl.program_id(0) % C.heads) * C.rows
     # The last dK came after the last dQ in the queue: it is complete.
     for k in tl.static_range(C.dim // CHUNK):
@@ -608,7 +644,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, row_
     tensor = (s_tile, p_tiles, dp_tile, dv_tile, dk_tile, dq_tile)
     loads = (q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty, st_full,
              st_empty)  # fmt: skip
-    scores = (s_full, s_empty, p_full, p_empty, dp_full, ds_full)
+    scores = (s_full, s_empty, p_full, p_empty, dp_full, ds_full, None)
     outs = (dq_full, dq_empty, dv_full, dv_empty, dk_full, dk_empty)
     hand = (slots, item_full, item_empty)
     rows = (offsets_q, offsets_kv, num_sequences, rows_q, total_kv)
@@ -620,11 +656,12 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_dq, desc_dk, desc_dv, row_
                 _send_keys(maps_out, scale, out_scale, tiles, tensor, dq_tiles, loads, outs, hand,
                            C)  # fmt: skip
             else:
-                _reduce_dq(maps_out, turns, scale, out_scale, tensor, dq_tiles, out_tiles, outs,
-                           hand, C)  # fmt: skip
+                reduce_dq(maps_out, turns, 0, scale, out_scale, (dv_tile, dk_tile, dq_tile),
+                          dq_tiles, out_tiles, outs, hand, C)  # fmt: skip
         with tlx.async_task(num_warps=4, registers=C.registers, replicate=2):
-            _gradients(tlx.async_task_replica_id(), scale, tiles, tensor, loads, scores, hand,
-                       DTYPE, C)  # fmt: skip
+            gradients(tlx.async_task_replica_id(), 0, scale, (stats, ds_tile),
+                      (s_tile, p_tiles, dp_tile, None), (st_full, st_empty), scores, hand, DTYPE,
+                      C)  # fmt: skip
         with tlx.async_task(num_warps=1, registers=C.scalar_registers):
             _mma(tiles, tensor, loads, scores, outs, hand, C)
         with tlx.async_task(num_warps=1, registers=C.scalar_registers):

@@ -20,6 +20,7 @@ from .._jit.forward_items import find_tile, read_item, unmasked_blocks, write_em
 from .._jit.rings import ITEM_SLOT, open_slot, publish, ragged, ring
 from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
+from .pairs import arrive
 
 # Rows of a tile: the lanes of tensor memory.
 _ROWS = tl.constexpr(128)
@@ -28,20 +29,11 @@ _CHUNK = tl.constexpr(32)
 
 
 @triton.jit
-def _arrive(bar, C: tl.constexpr):
-    """Arrive at the barrier of the CTA that issues the products."""
-    if C.two_ctas:
-        tlx.barrier_arrive(bar, 1, remote_cta_rank=0)
-    else:
-        tlx.barrier_arrive(bar, 1)
-
-
-@triton.jit
 def _receive(hand_out, turn, C: tl.constexpr):
     """The item that the load role published at this turn."""
     slots, item_full, item_empty = hand_out
     item = read_item(open_slot(slots, item_full, turn, ITEM_SLOT))
-    _arrive(item_empty[turn % 2], C)
+    arrive(item_empty[turn % 2], C)
     return item
 
 
@@ -303,7 +295,7 @@ def _weigh(g: tl.constexpr, m, l, step, uses, passed, scale, first_key, lo_rows,
     tlx.barrier_wait(s_full[g], uses & 1)
     s = tlx.local_load(s_tiles[g])
     if not C.p_over_s:
-        _arrive(s_empty[g], C)
+        arrive(s_empty[g], C)
     if C.softmax:
         if MASKED:
             keys = first_key + tl.arange(0, C.block_kv)[None, :]
@@ -342,7 +334,7 @@ def _weigh(g: tl.constexpr, m, l, step, uses, passed, scale, first_key, lo_rows,
         if C.softmax:
             l += tl.sum(p, 1)  # noqa: E741
         tlx.local_store(tlx.subslice(p_tile, k * QUARTER, QUARTER), p.to(p_tile.dtype))
-    _arrive(p_full[g], C)
+    arrive(p_full[g], C)
     return m, l
 
 
@@ -413,7 +405,7 @@ def _rescale(g: tl.constexpr, step, steps, passed, uses, o_tiles, a_tiles, strea
             for k in tl.static_range(C.dim // _CHUNK):
                 part = tlx.subslice(o_tiles[g], k * _CHUNK, _CHUNK)
                 tlx.local_store(part, tlx.local_load(part) * alpha[:, None])
-        _arrive(o_ready[g], C)
+        arrive(o_ready[g], C)
 
 
 @triton.jit
@@ -442,9 +434,9 @@ def _stage(g: tl.constexpr, weight, other, both, stored, o_tiles, staged, o_read
             part += tlx.local_load(tlx.subslice(o_tiles[1], k * _CHUNK, _CHUNK)) * other[:, None]
         chunk = tlx.local_slice(staged[buf], [0, k * _CHUNK], [_ROWS, _CHUNK])
         tlx.local_store(chunk, part.to(staged.dtype))
-    _arrive(o_ready[g], C)
+    arrive(o_ready[g], C)
     if both:
-        _arrive(o_ready[1], C)
+        arrive(o_ready[1], C)
     tlx.fence("async_shared")
     tlx.barrier_arrive(st_full[buf], 1)
 

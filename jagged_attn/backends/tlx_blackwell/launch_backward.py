@@ -1,6 +1,7 @@
 """The Blackwell backward of self and cross attention, and of many shared queries."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from .._jit.prepared import PreparedKernel
 from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_gradients
 from .backward import backward_kv
+from .backward_pair import backward_pair
 
 # Sums of the gradient of shared queries: few CTAs add to one at a time, and all fit the L2 cache.
 _REPLICAS = 16
@@ -32,17 +34,23 @@ FOUR = {"num_warps": 4}
 def constants(
     spec: AttentionSpec, config: BackwardConfig, on_gpu: bool, rows: int | None = None
 ) -> Constants:  # fmt: skip
-    """What ``backward_kv`` is compiled for; with ``rows``, of that many queries that stay."""
+    """What the kernel is compiled for; with ``rows``, of that many queries that stay."""
     shared = rows is not None
     several = spec.kind == "broadcast_q" and not shared
     return Constants(
-        **vars(config), heads=spec.num_heads, group=spec.group_size, dim=spec.head_dim,
-        rows=rows or ROWS, keys=ROWS, own_p=config.scores == "first",
+        **vars(config), ctas=config.ctas, heads=spec.num_heads, group=spec.group_size,
+        dim=spec.head_dim, rows=rows or ROWS, keys=ROWS, own_p=config.scores == "first",
         # Statistics go with Q, or with dO where Q stays.
         st_stages=config.do_stages if shared else config.q_stages, mask=spec.mask.code,
         activation=spec.activation[0], softmax=spec.has_softmax, fast_tanh=on_gpu,
         replicas=_REPLICAS if several else 0, shared=shared, dynamic=not spec.deterministic,
     )  # fmt: skip
+
+
+def options(config: BackwardConfig) -> dict[str, Any]:
+    """The compiler's options."""
+    cluster = {"ctas_per_cga": (2, 1, 1)} if config.two_ctas else {}
+    return {**FOUR, "num_stages": 1, **cluster}
 
 
 @lru_cache(maxsize=1024)
@@ -55,7 +63,7 @@ def _kernels(spec: AttentionSpec, config: BackwardConfig, on_gpu: bool) -> list[
     main = {"C": constants(spec, config, on_gpu)}
     return [
         PreparedKernel(prepare_backward, values, FOUR),
-        PreparedKernel(backward_kv, main, {**FOUR, "num_stages": 1}),
+        PreparedKernel(backward_pair if config.two_ctas else backward_kv, main, options(config)),
         PreparedKernel(finish_dq, values, {"num_warps": 8}),
     ]
 
@@ -75,7 +83,7 @@ def backward(
         lse: the forward's, contiguous; not read for an element-wise activation.
         geometry: the offsets; its tables are not read.
         spec: of the call.
-        tables: one, of tiles of 128 keys.
+        tables: one, of tiles of 128 keys, or of pairs of them if that is the config.
     """
     dq, dk, dv = new_gradients(q, k, v)
     if not q.numel() or not k.numel() or not dout.numel():
@@ -87,7 +95,8 @@ def backward(
         offsets_q = torch.arange(num_sequences + 1, device=q.device) * q.shape[0]
     dout, q, k, v = (for_tma(x) for x in (dout.reshape(-1, *q.shape[1:]), q, k, v))
     total_q, heads, dim = dout.shape
-    prepare, gradients, finish = _kernels(spec, backward_config(dim), q.is_cuda)
+    config = backward_config(dim, None, q.shape[0] if shared else None)
+    prepare, gradients, finish = _kernels(spec, config, q.is_cuda)
     blocks = total_q // ROWS + num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * ROWS if spec.has_softmax else 0, dtype=torch.float32)
     sums = (_REPLICAS * q.shape[0], heads, dim) if shared else q.shape
@@ -101,14 +110,18 @@ def backward(
     )  # fmt: skip
     turns = counter.new_zeros(total_q * heads if spec.deterministic else 1)
     items = tables[0].shape[0] * spec.num_kv_heads
-    programs = min(num_processors(q.device), items)
+    programs = min(num_processors(q.device) // config.ctas or 1, items) * config.ctas
+    # The parts that one CTA of a pair loads by rows, and stores.
+    part, columns = ROWS // config.ctas, dim // 2
     gradients.launch(
         programs, (stats, tables[0], counter, turns, counter.new_empty(CTA_SLOTS * programs), *offsets),
         (*sizes, items), (spec.scale, spec.out_scale),
         (
-            *(ragged_map(x, ROWS, dim) for x in (q, k, v, dout)),
-            ragged_map(dq_sum, ROWS, DQ_COLUMNS),
-            *(ragged_map(x, ROWS, _OUT_COLUMNS) for x in (dk, dv)),
+            ragged_map(q, part, dim), ragged_map(k, ROWS, dim), ragged_map(v, ROWS, dim),
+            ragged_map(dout, part, dim),
+            *(ragged_map(x, ROWS, columns) for x in (q, k, dout) if config.two_ctas),
+            ragged_map(dq_sum, part, DQ_COLUMNS),
+            *(ragged_map(x, part, _OUT_COLUMNS) for x in (dk, dv)),
         ),
     )  # fmt: skip
     factor = spec.scale * spec.out_scale

@@ -41,13 +41,13 @@ def backward(
         lse: likewise; not read unless the activation is a softmax.
         geometry: of the keys.
         spec: of the call.
-        tables: one, of tiles of 128 keys.
+        tables: of tiles of 128 keys, and the last of what ``general.backward`` wants.
     """
     arguments = dout, q, k, v, out, lse, geometry, spec
     if q.shape[0] <= ROWS:
         return _one_tile(*arguments, tables[0])
     if not spec.deterministic:
-        return general.backward(*arguments, tables)
+        return general.backward(*arguments, tables[-1:])
     return by_parts(_one_tile, ROWS, *arguments, tables[0])
 
 
@@ -62,7 +62,7 @@ def _kernels(
     main = {"C": general.constants(spec, config, on_gpu, rows)}
     return [
         PreparedKernel(prepare_shared, {**values, "BLOCK": 64}, general.FOUR),
-        PreparedKernel(backward_kv, main, {**general.FOUR, "num_stages": 1}),
+        PreparedKernel(backward_kv, main, general.options(config)),
         PreparedKernel(reduce_parts, {**values, "BLOCK": _REDUCE_BLOCK}, general.FOUR),
     ]
 
