@@ -35,6 +35,8 @@ from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
 
 # Samples of a rank in the checks, which run on one process too.
 _CHECKED = 12
+# Processors of a GPU that a collective may take, see docs/scaling.md.
+_NCCL_CTAS = "4"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _device(communication: str) -> torch.device:
     if communication == "gloo":
         return torch.device("cpu")
+    # NCCL reads it when the process group is made.
+    os.environ.setdefault("NCCL_MAX_CTAS", _NCCL_CTAS)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
@@ -103,7 +107,8 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
     alone = 0.0
     for how in ("none", *options.parallel):
         torch.manual_seed(options.seed)
-        model = parallelize(Ranker(scenario, options.backend).to(device, dtype), how, device)
+        ranker = Ranker(scenario, options.backend).to(device, dtype)
+        model = parallelize(ranker, how, device, keep=not options.reshard)
         step_ms = 0.0
         if how != "none" or rank == 0:
             step_ms = _time_steps(model, batches if how == "none" else own, options.steps, device, how != "none")
@@ -171,6 +176,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parallel", nargs="+", choices=choices, default=choices)
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS)
     parser.add_argument("--backend", default="auto", help="what runs the attention")
+    parser.add_argument("--reshard", action="store_true", help="speed: FSDP2 gathers again for the backward")
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
     parser.add_argument("--batch", type=int, help=f"samples of a rank (default: 512; {_CHECKED} in checks)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of speed (default: bfloat16 on a GPU)")

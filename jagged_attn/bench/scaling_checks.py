@@ -32,7 +32,9 @@ _RATE = 0.02
 _ROUNDINGS = 8
 
 
-def parallelize(ranker: Ranker, how: Parallel, device: torch.device, *, mixed: bool = False) -> nn.Module:
+def parallelize(
+    ranker: Ranker, how: Parallel, device: torch.device, *, mixed: bool = False, keep: bool = False
+) -> nn.Module:
     """The model on all ranks of the default process group.
 
     Args:
@@ -42,6 +44,7 @@ def parallelize(ranker: Ranker, how: Parallel, device: torch.device, *, mixed: b
         device: of this rank.
         mixed: bfloat16 parameters in forward and backward of FSDP2, gradients reduced in float32. For the others,
             autocast does that.
+        keep: the parameters that FSDP2 gathered for the forward, for the backward.
     """
     if how == "ddp":
         ids = [device] if device.type == "cuda" else None
@@ -51,10 +54,11 @@ def parallelize(ranker: Ranker, how: Parallel, device: torch.device, *, mixed: b
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
         # The root casts what comes in; a layer's rotations stay as exact as they are.
         inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        reshard = False if keep else None
         closing = [] if ranker.stack.closing is None else [ranker.stack.closing]
         for layer in [*ranker.stack.layers, *closing]:
-            fully_shard(layer, mesh=mesh, mp_policy=inner)
-        fully_shard(ranker, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+            fully_shard(layer, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard)
+        fully_shard(ranker, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes), reshard_after_forward=reshard)
     return ranker
 
 
@@ -162,7 +166,7 @@ class Run:
 
 
 def _train(
-    model: nn.Module, steps: Sequence[Step], shares: Callable[[Step], list[Batch]], factor: float, mixed: bool
+    model: nn.Module, steps: Sequence[Step], shares: Callable[[Step], list[Batch]], factor: float, autocast: bool
 ) -> tuple[list[Tensor], list[nn.Parameter]]:
     """SGD, which unlike AdamW sees a factor in all gradients; this process's part of each loss."""
     parameters = [p for _, p in sorted(model.named_parameters())]
@@ -172,7 +176,7 @@ def _train(
         for index, batch in enumerate(batches):
             with _synchronized(model, index == len(batches) - 1):
                 kind = batch.tokens.device.type
-                with torch.autocast(kind, torch.bfloat16) if mixed else nullcontext():
+                with torch.autocast(kind, torch.bfloat16) if autocast else nullcontext():
                     logits = model(batch.tokens, batch.values, batch.offsets, batch.timestamps)
                 labels = batch.labels.to(torch.float32)
                 part = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum") / step.size
@@ -198,20 +202,40 @@ def _vector(parameters: Sequence[nn.Parameter]) -> Tensor:
     return torch.cat([p.detach().double().cpu().flatten() for p in whole])
 
 
-def train_alone(ranker: Ranker, steps: Sequence[Step], *, in_shares: bool, mixed: bool = False) -> Run:
+class _Cast(nn.Module):
+    """A model as FSDP2's mixed precision computes it: parameters and inputs in bfloat16, their gradients in float32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *arguments: Any) -> Any:
+        def cast(x: Tensor) -> Tensor:
+            return x.to(torch.bfloat16) if x.is_floating_point() else x
+
+        parameters = {name: cast(p) for name, p in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, parameters, torch.utils._pytree.tree_map(cast, arguments))
+
+
+def train_alone(
+    ranker: Ranker, steps: Sequence[Step], *, in_shares: bool, mixed: Literal["", "autocast", "cast"] = ""
+) -> Run:
     """Train a copy of a model on this process.
 
     Args:
         ranker: left as it is.
         steps: the global batches.
         in_shares: sum each gradient up share by share, in place of all at once.
-        mixed: under autocast to bfloat16.
+        mixed: under autocast to bfloat16, or with parameters cast to it.
     """
 
     def shares(step: Step) -> list[Batch]:
         return [batch for batch in step.shares() if len(batch.labels)] if in_shares else [step.batch]
 
-    losses, parameters = _train(copy.deepcopy(ranker), steps, shares, 1.0, mixed)
+    model = copy.deepcopy(ranker)
+    losses, parameters = _train(
+        _Cast(model) if mixed == "cast" else model, steps, shares, 1.0, autocast=mixed == "autocast"
+    )
     return Run.of(ranker, torch.stack(losses), _vector(parameters))
 
 
@@ -262,7 +286,9 @@ def check(
     ranker = Ranker(scenario, backend).to(device)
     steps = make_steps(scenario, dist.get_world_size(), device, what)
     alone = train_alone(ranker, steps, in_shares=False)
-    other = train_alone(ranker, steps, in_shares=not mixed, mixed=mixed)
+    # What one process makes of the same roundings.
+    kind: Literal["", "autocast", "cast"] = "" if not mixed else "cast" if how == "fsdp2" else "autocast"
+    other = train_alone(ranker, steps, in_shares=not mixed, mixed=kind)
     found = train_on_ranks(ranker, steps, how, device, mixed=mixed).difference(alone)
     spread = other.difference(alone)
     rounding = _ROUNDINGS * torch.finfo(torch.bfloat16 if mixed else torch.float32).eps
