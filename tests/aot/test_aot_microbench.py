@@ -17,7 +17,14 @@ CASES = [
     (kernels.products, {"values": "*bf16", "sums": "*fp32", **_OUT}, {"GROUPS": 1}, _LIMIT, "wgmma.mma_async"),
     (kernels.products, {"values": "*bf16", "sums": "*fp32", **_OUT}, {"GROUPS": 2}, {}, "wgmma.mma_async"),
     (kernels.exponentials, {"sums": "*fp32", **_OUT}, {}, {"num_warps": 8}, "ex2.approx"),
-    (kernels.shared_reads, {"values": "*bf16", "sums": "*fp32", **_OUT}, {}, {"num_warps": 8}, "ld.shared"),
+    (kernels.shared_reads, {"values": "*bf16", "sums": "*fp32", **_OUT}, {"TILES": 8}, {"num_warps": 8}, "ld.shared"),
+    (
+        kernels.cached_tiles,
+        {"desc": _TILE["desc"], **_OUT, "rows": "i32"},
+        {"STAGES": 8},
+        _LIMIT,
+        "cp.async.bulk.tensor",
+    ),
 ]
 
 
@@ -29,3 +36,13 @@ def test_it_compiles_and_times_what_it_says(kernel, signature, constants, option
     assert "%globaltimer" in loop
     assert not found.spill_stores
     assert not found.warnings
+
+
+def test_reads_of_shared_memory_meet_once_a_repetition():
+    # Where the warps met at each tile, they waited for its latency each time: half of the rate was measured.
+    signature = {"values": "*bf16", "sums": "*fp32", **_OUT}
+    found = compile_kernel(Compilation("", kernels.shared_reads, signature, {"TILES": 8}, 90, {"num_warps": 8}))
+    start = found.ptx.index("%clock64")
+    loop = found.ptx[start : found.ptx.index("%clock64", start + 8)]
+    assert loop.count("ld.shared.v4") == 8 * 4
+    assert loop.count("bar.sync") <= 1
