@@ -24,7 +24,7 @@ class TrainConfig:
         seed: of weights, order and dropout.
         epochs: passes over the training part.
         batch_size: requests of a batch.
-        learning_rate: the highest; it rises over the first tenth of all steps and falls to almost 0 along a half cosine.
+        learning_rate: the highest; it rises over the first tenth of all steps, and falls along a half cosine.
         weight_decay: of AdamW.
         held_out: ``"test"``, or ``"validation"`` for tuning.
         kunlun: sizes.
