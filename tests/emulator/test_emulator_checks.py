@@ -250,6 +250,22 @@ def test_races_are_found_without_luck():
         _run(ring, "no empty wait", lucky)
 
 
+def _add_up(fault, seed):
+    sums, y = torch.full((16, 32), 2.0), torch.empty(16, 32)
+    desc = TensorDescriptor.from_tensor(sums, [16, 32])
+    arguments = {"desc_sum": desc, "sums": sums, "y": y, "FAULT": fault}
+    emulate(small.add_up, (1,), arguments, Launch(Schedule("random", seed), outputs=("y",)))
+    return y
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sum_is_read_after_all_additions_are_in_memory(seed):
+    assert (_add_up("", seed) == 3).all()
+    for fault in ("only read", "no wait"):
+        with pytest.raises(EmulatorError, match=r"RACE: desc_sum: .* is not ordered after"):
+            _add_up(fault, seed)
+
+
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [

@@ -78,6 +78,7 @@ def _store_op(source: Buffer) -> tuple[Op, int]:
     # Waiting for a group tells that the source has been read, not that the destination is visible.
     written = run.next_op()
     op.clock.ops |= 1 << written
+    op.written = written
     op.access(source, write=False)
     return op, written
 
@@ -96,6 +97,7 @@ def async_descriptor_store(
     op.action = lambda: desc.reduce(box, source.data, how)
     run.submit(op)
     run.running.stores.append(op)
+    run.running.writes.append(op)
     run.pause()
 
 
@@ -118,18 +120,33 @@ def async_store(dst_global_ptr: tl.tensor, src_smem: Buffer, size: Any) -> None:
     op.action = finish
     run.submit(op)
     run.running.stores.append(op)
+    run.running.writes.append(op)
     run.pause()
 
 
 def async_descriptor_store_wait(pendings: Any) -> None:
     """Wait until at most ``pendings`` of this task's store groups may still read their source."""
-    run = machine()
-    task, left = run.running, int(unwrap(pendings))
-    finished = task.stores[: max(0, len(task.stores) - left)]
-    run.block(lambda: all(op.done for op in finished), lambda: f"waits for TMA stores: {len(task.stores)} outstanding")
-    for op in finished:
+    task = machine().running
+    for op in _wait_for(task.stores, pendings):
         task.clock.ops |= 1 << op.number
-    task.stores = task.stores[len(finished) :]
+
+
+def bulk_wait_group(pendings: int) -> None:
+    """``cp.async.bulk.wait_group`` without ``.read``: the groups have been written to global memory, too."""
+    task = machine().running
+    finished = _wait_for(task.writes, pendings)
+    for op in finished:
+        task.clock.ops |= 1 << op.number | 1 << op.written
+    task.stores = [op for op in task.stores if op not in finished]
+
+
+def _wait_for(ops: list[Op], pendings: Any) -> list[Op]:
+    """Wait for all but the last ``pendings`` of some groups, and take them from the list."""
+    run = machine()
+    finished = ops[: max(0, len(ops) - int(unwrap(pendings)))]
+    run.block(lambda: all(op.done for op in finished), lambda: f"waits for TMA stores: {len(ops)} outstanding")
+    del ops[: len(finished)]
+    return finished
 
 
 def allocate_tensor_descriptor(num: Any) -> DescriptorSlots:

@@ -139,7 +139,7 @@ def inline_asm_elementwise(
     lines = [line.strip() for line in re.split(r"[;\n]", text)]
     real = [line for line in lines if line.strip("{} \t") and not _PTX_NOISE.match(line)]
     if len(real) == 1 and (store_wait := re.fullmatch(r"cp\.async\.bulk\.wait_group (\d+)", real[0])):
-        copies.async_descriptor_store_wait(int(store_wait[1]))
+        copies.bulk_wait_group(int(store_wait[1]))
         return tensor(np.zeros((), np_dtype(unwrap(dtype))), unwrap(dtype))
     for pattern, function in _PTX_MNEMONICS:
         if len(real) == 1 and re.match(pattern, real[0].lstrip("{ ")):

@@ -54,6 +54,8 @@ class Op:
         self.where = f"{kind} of {machine.here()}"
         self.label = f"{name or ctas[0].name}.{kind}"
         self.done = False
+        # Under what number its write to global memory is known, where that is another.
+        self.written = self.number
         self.action: Callable[[], None] = lambda: None
         for cta in ctas:
             cta.issued |= 1 << self.number
@@ -120,7 +122,9 @@ class Task:
         # Phases that its own arrivals completed.
         self.completed_phases: dict[int, int] = {}
         self.wgmmas: list[Op] = []
+        # Bulk groups whose source may still be read; whose writes are not known to be done.
         self.stores: list[Op] = []
+        self.writes: list[Op] = []
         self.copies: list[Op] = []
         self.copy_groups: list[list[Op]] = []
         # For `fence("gpu")`: what was known at the last one, and what relaxed reads have seen since.

@@ -54,6 +54,8 @@ class History:
         A ``tolerant`` read may find cells that nothing has written: it gets poison.
         """
         self._check_last_writes(cells, access, clock, tolerant)
+        if not access.atomic:
+            self._check_additions(cells, access, clock)
         self._add_reader(cells, access, clock)
 
     def write(self, cells: Any, access: Access, clock: Clock) -> None:
@@ -104,6 +106,15 @@ class History:
             ):
                 text = f"{self.name}: {access.where} reads what nothing has written"
                 raise EmulatorError(Verdict.UNWRITTEN, text)
+
+    def _check_additions(self, cells: Any, access: Access, clock: Clock) -> None:
+        """A read comes after every atomic write before it, or may find a sum that is not complete."""
+        for group in _distinct(self.readers[cells]) if self.reduced is not None else ():
+            for number in self._sets[group]:
+                other = self._records[number]
+                assert other is not None
+                if other.atomic and other.write:
+                    self._check_order(access, other, clock)
 
     def _reduced(self, cells: Any) -> bool:
         """Whether atomic writes have filled the unwritten ones of ``cells``."""

@@ -591,3 +591,27 @@ def replica_in_a_function(y):
             pass
         with tlx.async_task(num_warps=4, replicate=2):
             _own_number(y)
+
+
+@triton.jit
+def add_up(desc_sum, sums, y, FAULT: tl.constexpr):
+    """One task adds a tile to global memory by TMA, another reads the sum."""
+    tile = tlx.local_alloc((16, 32), tl.float32, 1)
+    landed = tlx.alloc_barriers(1)
+    cells = tl.arange(0, 16)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            tlx.local_store(tile[0], tl.full((16, 32), 1.0, tl.float32))
+            tlx.fence("async_shared")
+            tlx.async_descriptor_store(desc_sum, tile[0], [0, 0], store_reduce="add")
+            # The compiler's wait is for the source to be read, which says nothing of the sum.
+            tlx.async_descriptor_store_wait(0)
+            if FAULT != "only read":
+                tl.inline_asm_elementwise(
+                    "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                )
+            tlx.barrier_arrive(landed[0], 1)
+        with tlx.async_task(num_warps=4):
+            if FAULT != "no wait":
+                tlx.barrier_wait(landed[0], 0)
+            tl.store(y + cells, tl.load(sums + cells))
