@@ -24,7 +24,7 @@ def first_block(start, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
+def sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
     """The sequence, or B for the rows of none, to which a block of the row statistics belongs, by bisection."""
     low = num_sequences * 0
     high = num_sequences
@@ -51,7 +51,7 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_seq
     block = tl.program_id(0) // H
     if tl.program_id(0) == 0:
         tl.store(counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
-    b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
+    b = sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
     start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
     in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
     row_ok = (in_sequence >= 0) & (in_sequence < length)
