@@ -58,7 +58,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, counts, where, c
     """Hand out the items, each looked up while the one before it is loaded, and bring their tiles."""
     q_tiles, do_tiles, k_tile, v_tile = tiles
     lse_rows, delta_rows = rows
-    q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty = loads
+    q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
     SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = C.rows * (ROW_BYTES + (4 if SOFTMAX else 0))
@@ -95,23 +95,21 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, counts, where, c
                 2 * C.rows
             )
             at = ragged(shared_q, len_q, first_query, head * C.dim)
-            tlx.barrier_wait(q_empty[buf], phase ^ 1)
+            tlx.barrier_wait(tile_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(q_full[buf], TILE_BYTES)
             tlx.async_descriptor_load(desc_q, q_tiles[buf], at, q_full[buf])
             if SOFTMAX:
                 tlx.async_load(stats, lse_rows[buf], bulk=True, barrier=q_full[buf])
             if trip == 0:
-                tlx.barrier_wait(k_empty[0], (turn & 1) ^ 1)
+                tlx.barrier_wait(keys_empty[0], (turn & 1) ^ 1)
                 tlx.barrier_expect_bytes(k_full[0], C.keys * ROW_BYTES)
                 tlx.async_descriptor_load(desc_k, k_tile[0], at_kv, k_full[0])
             at = ragged(start_q, len_q, first_query, head * C.dim)
-            tlx.barrier_wait(do_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(do_full[buf], TILE_BYTES)
             tlx.async_descriptor_load(desc_do, do_tiles[buf], at, do_full[buf])
             if SOFTMAX:
                 tlx.async_load(stats + C.rows, delta_rows[buf], bulk=True, barrier=do_full[buf])
             if trip == 0:
-                tlx.barrier_wait(v_empty[0], (turn & 1) ^ 1)
                 tlx.barrier_expect_bytes(v_full[0], C.keys * ROW_BYTES)
                 tlx.async_descriptor_load(desc_v, v_tile[0], at_kv, v_full[0])
                 if C.ahead:
@@ -187,7 +185,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     q_tiles, do_tiles, k_tile, v_tile = tiles
     lse_rows, delta_rows = rows
     ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty = exchange
-    q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty = loads
+    q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
     HALF: tl.constexpr = C.keys // 2
     COLUMNS: tl.constexpr = C.dim // 2
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
@@ -261,11 +259,9 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
                 tlx.barrier_arrive(ds_full[ds_buf], 1)
             dk = tlx.async_dot(ds, q_tiles[buf], dk)
             dv = tlx.async_dot_wait(1, dv)
-            tlx.barrier_arrive(do_empty[buf], 1)
             dk = tlx.async_dot_wait(0, dk)
-            tlx.barrier_arrive(q_empty[buf], 1)
+            tlx.barrier_arrive(tile_empty[buf], 1)
             count += 1
-        tlx.barrier_arrive(v_empty[0], 1)
 
         # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
         start_kv, len_kv, first_key = receive_keys(slots, turn)
@@ -280,13 +276,13 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
             tlx.async_descriptor_store_wait(0)
             dq_end = tlx.async_dot_wait(0, dq_end)
             tlx.barrier_arrive(ds_empty[last_buf], 1)
-            tlx.barrier_arrive(k_empty[0], 1)
+            tlx.barrier_arrive(keys_empty[0], 1)
             _add_dq(
                 desc_sum, dq_tiles, dq_end, rows_dq, len_q, query_head(C.group * n - 1, kv_head, n, C.group),
                 begin + (n - 1) * C.rows, g, C.dim,
             )  # fmt: skip
         else:
-            tlx.barrier_arrive(k_empty[0], 1)
+            tlx.barrier_arrive(keys_empty[0], 1)
             tlx.async_descriptor_store_wait(0)
 
         # The next item arrives under the stores of this one, whose slot is free.
@@ -326,8 +322,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_piece, desc_dk, 
     |---|---|---|---|
     | q_full, do_full | 1 + bytes | load: Q and lse; dO and delta | both gradient groups |
     | k_full, v_full | 1 + bytes | load, once an item | both gradient groups |
-    | q_empty, do_empty | 2 × 128 | both groups, after dK; after dV | load |
-    | k_empty, v_empty | 2 × 128 | both groups, after the item's last dQ; after its last dP | load |
+    | tile_empty | 2 × 128 | both groups, after dK, the last product of a tile of Q and dO | load |
+    | keys_empty | 2 × 128 | both groups, after the item's last dQ | load |
     | ds_full | 2 × 128 | both groups, each with its half of the keys | both groups, before dQ |
     | ds_empty | 2 × 128 | both groups, after dQ | both groups, before they store the next dS |
     | item_full | 1 | load, when the slot holds an item | both groups |
@@ -358,13 +354,11 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_piece, desc_dk, 
     lse_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     delta_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     q_full = tlx.alloc_barriers(C.stages)
-    q_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
+    tile_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     do_full = tlx.alloc_barriers(C.stages)
-    do_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     k_full = tlx.alloc_barriers(1)
-    k_empty = tlx.alloc_warp_barrier(1, 4, 2)
+    keys_empty = tlx.alloc_warp_barrier(1, 4, 2)
     v_full = tlx.alloc_barriers(1)
-    v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     ds_full = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     item_full = tlx.alloc_barriers(2)
@@ -388,7 +382,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_piece, desc_dk, 
     exchange = (ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty)
     job_ring = (slots + tl.num_programs(0) * (2 * ITEM_SLOT), job_full, job_empty)
     pieces = (piece_tiles, piece_full, piece_empty)
-    loads = (q_full, q_empty, do_full, do_empty, k_full, k_empty, v_full, v_empty)
+    loads = (q_full, do_full, tile_empty, k_full, v_full, keys_empty)
     for_load = (desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, (left, ready), where, counter, hand_out, tiles,
                 rows, zero_tile, sums_done, job_ring, loads)  # fmt: skip
     for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, sums_done, loads)

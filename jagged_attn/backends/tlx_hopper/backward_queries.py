@@ -35,7 +35,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, where, counter, items, hand_out, tile
     """Hand out the items, and bring Q and dO of both groups, K and V of each."""
     table, offsets_q, _, num_sequences, total_q, _ = where
     q_tiles, do_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
+    q_full, q_empty, k_full, v_full, keys_empty = loads
     HALF: tl.constexpr = C.rows // 2
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     count = 0
@@ -61,10 +61,9 @@ def _load(desc_q, desc_k, desc_v, desc_do, where, counter, items, hand_out, tile
         for trip in range(n):
             buf, phase = ring(count, C.stages)
             at = ragged(start_kv, len_kv, begin + trip * C.keys, head // C.group * C.dim)
-            tlx.barrier_wait(k_empty[buf], phase ^ 1)
+            tlx.barrier_wait(keys_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(k_full[buf], C.keys * ROW_BYTES)
             tlx.async_descriptor_load(desc_k, k_tiles[buf], at, k_full[buf])
-            tlx.barrier_wait(v_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(v_full[buf], C.keys * ROW_BYTES)
             tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf])
             count += 1
@@ -81,7 +80,7 @@ def _sum(g: tl.constexpr, desc_dq, row_stats, where, scale, out_scale, hand_out,
     """Group g's 64 queries."""
     table, offsets_q, _, num_sequences, total_q, _ = where
     q_tiles, do_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
+    q_full, q_empty, k_full, v_full, keys_empty = loads
     HALF: tl.constexpr = C.rows // 2
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dq)
     count = 0
@@ -122,11 +121,10 @@ def _sum(g: tl.constexpr, desc_dq, row_stats, where, scale, out_scale, hand_out,
             if mask_kind(C.mask) != "full":
                 factor = masked(factor, begin + trip * C.keys, key_lo, key_hi, 1, 0, C.keys, C.mask)
             dp = tlx.async_dot_wait(0, dp)
-            tlx.barrier_arrive(v_empty[buf], 1)
             ds = (factor * (dp - delta_row[:, None])).to(DTYPE)
             dq = tlx.async_dot(ds, k_tiles[buf], dq)
             dq = tlx.async_dot_wait(0, dq)
-            tlx.barrier_arrive(k_empty[buf], 1)
+            tlx.barrier_arrive(keys_empty[buf], 1)
             count += 1
         tlx.barrier_arrive(q_empty[g], 1)
         tlx.async_descriptor_store_wait(0)
@@ -149,7 +147,7 @@ def backward_q(desc_q, desc_k, desc_v, desc_do, desc_dq, row_stats, table, count
     | q_full | 1 + bytes | load: Q and dO of one group | that group |
     | q_empty | 1 | that group, after its last product | load |
     | k_full, v_full | 1 + bytes | load | both groups |
-    | k_empty, v_empty | 2 × 128 | both groups, after dQ; after dP | load |
+    | keys_empty | 2 × 128 | both groups, after dQ, the last product of a tile of K and V | load |
     | item_full | 1 | load, when the slot holds an item | both groups |
     | item_empty | 2 | both groups, when they have read it | load |
     """
@@ -162,15 +160,14 @@ def backward_q(desc_q, desc_k, desc_v, desc_do, desc_dq, row_stats, table, count
     q_full = tlx.alloc_barriers(2)
     q_empty = tlx.alloc_barriers(2)
     k_full = tlx.alloc_barriers(C.stages)
-    k_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
+    keys_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     v_full = tlx.alloc_barriers(C.stages)
-    v_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 2)
     where = (table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)
     hand_out = (slots, item_full, item_empty)
     tiles = (q_tiles, do_tiles, k_tiles, v_tiles)
-    loads = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    loads = (q_full, q_empty, k_full, v_full, keys_empty)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _load(desc_q, desc_k, desc_v, desc_do, where, counter, items, hand_out, tiles, loads, C)

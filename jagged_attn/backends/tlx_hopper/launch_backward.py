@@ -167,8 +167,8 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     tensors = (call.dout, out, lse, stats, dq_sum, counters)
     strides = (call.dout.stride(0), inverse_out_scale)
     if kernels.jobs:
-        tensors = (*tensors, *more, call.tables[0], call.offsets_q, call.offsets_kv)
-        kernels.prepare.launch(blocks * heads, tensors, call.sizes, strides)
+        for_sums = (*more, call.tables[0], call.offsets_q, call.offsets_kv)
+        kernels.prepare.launch(blocks * heads, (*tensors, *for_sums), call.sizes, strides)
     else:
         kernels.prepare.launch(blocks * heads, (*tensors, call.offsets_q), call.sizes[:2], strides)
     _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, more, counters[0])
