@@ -67,16 +67,11 @@ def prepare_sums(dout, out, lse, stats, dq_sum, counters, dq_out, left, ready, t
 
 
 @triton.jit
-def _bulk_groups_done():
-    """All bulk stores and additions of this thread are in memory, not only read from shared memory."""
-    tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [],
-                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
-
-
-@triton.jit
 def sums_landed(sums_done, turn):
     """A gradient group: all its additions so far are in memory, so the item before this turn's is done."""
-    _bulk_groups_done()
+    # Not only read from shared memory, as the compiler's own wait has it.
+    tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [],
+                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
     tlx.barrier_arrive(sums_done[turn % LANDINGS], 1)
 
 
@@ -181,7 +176,9 @@ def zero_next(desc_sum, zero_tile, number, item, where, C: tl.constexpr):
 def zeroed(ready, share):
     """The load role: those rows are zero, and all may know."""
     where, rows = share
-    _bulk_groups_done()
+    # The thread that wrote the zeros, and waits for them, may not be the one that says so.
+    tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [],
+                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
     if rows > 0:
         tl.atomic_add(ready + where, rows, sem="release")
 
