@@ -1,6 +1,9 @@
 """The TLX backend of this GPU: the cases of the semantics suite in half precision, at the head dims it takes."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -33,6 +36,14 @@ BACKEND, REASON = _chosen()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON)]
 TARGET = Target(BACKEND, "cuda")
 LONG = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0, 513)
+# Kernels that are there on request.
+SWITCHES = {
+    "tlx_hopper": ["JAGGED_ATTN_HOPPER_BACKWARD=jobs", "JAGGED_ATTN_HOPPER_BACKWARD=jobs,ahead"],
+    "tlx_blackwell": [
+        "JAGGED_ATTN_BLACKWELL_FORWARD=two_ctas=1,k_stages=6,v_stages=6",
+        "JAGGED_ATTN_BLACKWELL_BACKWARD=two_ctas=1,q_stages=1",
+    ],
+}
 
 
 @pytest.fixture
@@ -85,6 +96,18 @@ def test_matches_the_reference(case: Case, dim: int, stale: None) -> None:
 )
 def test_long_sequences(case: Case, dtype: torch.dtype, dim: int, stale: None) -> None:
     check(_at(case, dim), TARGET, dtype)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("switch", SWITCHES.get(BACKEND, []))
+def test_kernels_on_request(switch: str) -> None:
+    """In a process of its own, since a switch is read once, and a wrong barrier hangs."""
+    name, _, value = switch.partition("=")
+    chosen = "test_long_sequences and 128 and bfloat16 and (self or grouped or cross or causal or window or gelu)"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    environment = {**os.environ, name: value}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=270, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.parametrize("activation", ELEMENTWISE)
