@@ -266,7 +266,7 @@ class Keys(HandOut):
         self.parts = (DIM * BYTES, FLOAT) if act != "fast_gelu" else (DIM * BYTES,)
         self.q_full, self.do_full = (sm.barrier(len(self.parts)) for _ in range(2))
         self.k_full, self.v_full = sm.barrier(), sm.barrier()
-        self.q_empty, self.do_empty, self.k_empty, self.v_empty = (sm.barrier(2) for _ in range(4))
+        self.tile_empty, self.keys_empty = sm.barrier(2), sm.barrier(2)
         self.ds_full, self.ds_empty = sm.barrier(2), sm.barrier(2)
         self.item_full, self.item_empty = sm.barrier(), sm.barrier(2)
 
@@ -281,17 +281,15 @@ class Keys(HandOut):
         yield from self._take(0)
         for turn, item in enumerate(self.items):
             for trip in range(item.tiles):
-                yield self.q_empty.wait(count - self.STAGES)
+                yield self.tile_empty.wait(count - self.STAGES)
                 for width in parts:
                     yield from sm.load(ROWS * width, item.q_miss, self.q_full, count)
                 if trip == 0:
-                    yield self.k_empty.wait(turn - 1)
+                    yield self.keys_empty.wait(turn - 1)
                     yield from sm.load(self.KEYS * DIM * BYTES, item.kv_miss, self.k_full, turn)
-                yield self.do_empty.wait(count - self.STAGES)
                 for width in parts:
                     yield from sm.load(ROWS * width, item.do_miss, self.do_full, count)
                 if trip == 0:
-                    yield self.v_empty.wait(turn - 1)
                     yield from sm.load(self.KEYS * DIM * BYTES, item.kv_miss, self.v_full, turn)
                     yield from self._take(turn + 1)
                 count += 1
@@ -309,7 +307,6 @@ class Keys(HandOut):
                 sent = yield from self._tile(g, count + trip, trip, item, stored)
                 stored = sent or stored
             count += item.tiles
-            self.v_empty.arrive(turn)
             yield from self._end(g, turn, count, item, stored)
             stored = yield from self._stores(item)
 
@@ -352,9 +349,8 @@ class Keys(HandOut):
         self.ds_full.arrive(count)
         dk = self._full(g)
         yield dv
-        self.do_empty.arrive(count)
         yield dk
-        self.q_empty.arrive(count)
+        self.tile_empty.arrive(count)
         return sent
 
     def _half(self, g: int) -> Signal:
@@ -380,7 +376,7 @@ class Keys(HandOut):
         yield from _read(stored)
         yield dq
         self.ds_empty.arrive(count - 1)
-        self.k_empty.arrive(turn)
+        self.keys_empty.arrive(turn)
         yield from self._send(item)
         self.item_empty.arrive(turn)
         yield from self._read_item(turn + 1)
