@@ -100,8 +100,16 @@ def count_down(left, item, turn, sums_done, job_slots, job_full, job_empty, jobs
 
 
 @triton.jit
+def _fence_tma():
+    """What this thread has learnt of global memory holds for the TMA operations that come after it."""
+    tl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False,
+                              pack=1)  # fmt: skip
+
+
+@triton.jit
 def _receive_job(job_slots, job_full, turn):
     slot = open_slot(job_slots, job_full, turn, JOB_SLOT)
+    _fence_tma()
     return tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True)
 
 
@@ -189,3 +197,4 @@ def wait_for_zeros(ready, where, rows):
     while tl.load(ready + where, volatile=True) < rows:
         pass
     tlx.fence("gpu")
+    _fence_tma()

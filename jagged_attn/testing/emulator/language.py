@@ -126,8 +126,9 @@ _PTX_MNEMONICS: list[tuple[str, Callable[..., np.ndarray]]] = [
     (r"rcp\.approx(\.ftz)?\.f32", lambda a: 1 / a),
     (r"tanh\.approx\.f32", lambda a: np.tanh(a)),
 ]
-# What changes nothing here: a task is one actor, so its threads need not meet.
-_PTX_NOISE = re.compile(r"^\s*([{}]|\.reg|mov\.|bar\.warp\.sync)")
+_PTX_NOISE = re.compile(r"^\s*([{}]|\.reg|mov\.)")
+# What changes nothing here: a task is one actor, so its threads need not meet; global memory knows no proxies.
+_PTX_IDLE = re.compile(r"bar\.warp\.sync 0xffffffff|fence\.proxy\.async\.global")
 
 
 def inline_asm_elementwise(
@@ -139,6 +140,10 @@ def inline_asm_elementwise(
         return clock64()
     lines = [line.strip() for line in re.split(r"[;\n]", text)]
     real = [line for line in lines if line.strip("{} \t") and not _PTX_NOISE.match(line)]
+    acting = [line for line in real if not _PTX_IDLE.fullmatch(line)]
+    if real and not acting:
+        return tensor(np.zeros((), np_dtype(unwrap(dtype))), unwrap(dtype))
+    real = acting
     if len(real) == 1 and (store_wait := re.fullmatch(r"cp\.async\.bulk\.wait_group (\d+)", real[0])):
         copies.bulk_wait_group(int(store_wait[1]))
         return tensor(np.zeros((), np_dtype(unwrap(dtype))), unwrap(dtype))
