@@ -47,12 +47,17 @@ def _silu_derivative(x: Tensor) -> Tensor:
     return s * (1.0 + x * (1.0 - s))
 
 
+def _leaky_relu_derivative(x: Tensor) -> Tensor:
+    # A tensor among the two: numbers alone would be of the default dtype.
+    return torch.where(x > 0, x.new_ones(()), 0.01)
+
+
 def _hardswish(x: Tensor) -> Tensor:
     return x * (x + 3.0).clamp(0.0, 6.0) / 6.0
 
 
 def _hardswish_derivative(x: Tensor) -> Tensor:
-    return torch.where(x >= 3.0, 1.0, torch.where(x <= -3.0, 0.0, x / 3.0 + 0.5)).to(x.dtype)
+    return torch.where(x >= 3.0, 1.0, torch.where(x <= -3.0, 0.0, x / 3.0 + 0.5))
 
 
 _GELU_TANH = Elementwise(_gelu_tanh, _gelu_tanh_derivative)
@@ -64,9 +69,7 @@ ELEMENTWISE: dict[str, Elementwise] = {
     "identity": Elementwise(lambda x: x, torch.ones_like),
     "relu": Elementwise(lambda x: x.clamp_min(0.0), lambda x: (x > 0).to(x.dtype)),
     "relu_square": Elementwise(lambda x: x.clamp_min(0.0) ** 2, lambda x: 2.0 * x.clamp_min(0.0)),
-    "leaky_relu": Elementwise(
-        lambda x: torch.where(x > 0, x, 0.01 * x), lambda x: torch.where(x > 0, 1.0, 0.01).to(x.dtype)
-    ),
+    "leaky_relu": Elementwise(lambda x: torch.where(x > 0, x, 0.01 * x), _leaky_relu_derivative),
     "gelu": Elementwise(_gelu, _gelu_derivative),
     "gelu_tanh": _GELU_TANH,
     "silu": _SILU,

@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -217,12 +218,43 @@ class TestMasks:
             make()  # type: ignore[operator]
 
 
+@pytest.fixture
+def default_dtype() -> Iterator[None]:
+    """The default dtype is what it was, whatever the test sets."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
 class TestActivations:
     @pytest.mark.parametrize("name", ELEMENTWISE)
     def test_derivative_is_that_of_the_value(self, name: str) -> None:
         x = torch.linspace(-9.03, 9.01, 151, dtype=torch.float64, requires_grad=True)
         (slope,) = torch.autograd.grad(ELEMENTWISE[name].value(x).sum(), x)
-        torch.testing.assert_close(ELEMENTWISE[name].derivative(x.detach()), slope)
+        torch.testing.assert_close(ELEMENTWISE[name].derivative(x.detach()), slope, rtol=1e-14, atol=1e-14)
+
+    @pytest.mark.parametrize("name", ELEMENTWISE)
+    @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+    def test_neither_knows_the_default_dtype(self, name: str, default: torch.dtype, default_dtype: None) -> None:
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            x = torch.linspace(-9.03, 9.01, 151, dtype=torch.float64).to(dtype)
+            for shaped in (x, x[70]):
+                torch.set_default_dtype(torch.float32)
+                expected = [f(shaped) for f in ELEMENTWISE[name]]
+                torch.set_default_dtype(default)
+                actual = [f(shaped) for f in ELEMENTWISE[name]]
+                assert all(y.dtype == dtype for y in actual)
+                assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+    @pytest.mark.parametrize("name", ACTIVATIONS)
+    def test_gradients_in_float64_are_exact_whatever_the_default_dtype(self, name: str, default_dtype: None) -> None:
+        torch.manual_seed(0)  # no score at a kink
+        q, k, v = (x.double().requires_grad_() for x in qkv(dim=4))
+        torch.set_default_dtype(torch.bfloat16)
+        # eps and tolerances that an error of fp32 in any constant does not pass
+        assert torch.autograd.gradcheck(
+            lambda *x: ja.jagged_attention(*x, LAYOUT, activation=name), (q, k, v), eps=1e-6, atol=3e-9, rtol=1e-9
+        )
 
     @pytest.mark.parametrize(
         ("name", "peer"),
