@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..backends import BACKENDS
+from .arguments import Parser, default_device, device_here, natural, output_file, seed_number
 from .contestants import PEERS, select_contestants
-from .plot import plot_rows
+from .plot import FORMATS, plot_rows
 from .provenance import Provenance, collect_provenance
 from .report import Row, exit_code, render, summarize, write_csv
 from .runner import Settings, run_workload
@@ -21,8 +22,8 @@ from .workloads import WORKLOADS, select_workloads
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jagged_attn.bench",
         description="Time our backends and their peers, in one run, on named workloads. Every result is checked "
         "against a float64 reference first; what is wrong gets no speed. Exit code 1 if a backend of ours was wrong, "
@@ -32,15 +33,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", nargs="+", default=[], metavar="NAME", help="workloads, by name or glob")
     parser.add_argument("--backend", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(BACKENDS)}")
     parser.add_argument("--peers", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(PEERS)}; or none")
-    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--device", type=device_here, default=default_device(), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on a GPU, float32 on a CPU")
-    parser.add_argument("--repeats", type=int, help="timed passes of each contestant; default 30 on a GPU, 7 on a CPU")
-    parser.add_argument("--check", type=int, metavar="N", help="sequences compared; default 64 on a GPU, 24 on a CPU")
+    parser.add_argument("--repeats", type=natural, help="timed passes of each; default 30 on a GPU, 7 on a CPU")
+    parser.add_argument(
+        "--check", type=natural, metavar="N", help="sequences compared; default 64 on a GPU, 24 on a CPU"
+    )
     parser.add_argument("--scale", choices=("full", "small"), default="full", help="small: a trial in seconds")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="CSV", help="write the rows, each with its provenance")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw forward and backward times")
+    parser.add_argument("--seed", type=seed_number, default=0)
+    parser.add_argument("--out", type=output_file(), metavar="CSV", help="write the rows, each with its provenance")
+    parser.add_argument("--plot", type=output_file(*FORMATS), metavar="PNG", help="draw forward and backward times")
     parser.add_argument("--commit", help="what to record where the package does not lie in its git repository")
     return parser
 
@@ -61,14 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_list()
         return 0
     try:
-        device = _device(options.device)
-        for name in ("repeats", "check"):
-            if getattr(options, name) is not None and getattr(options, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}.")
-        workloads = select_workloads(options.case, device.type)
-        contestants = select_contestants(options.backend, options.peers, device.type)
-    except (ValueError, RuntimeError) as error:
+        workloads = select_workloads(options.case, options.device.type)
+        contestants = select_contestants(options.backend, options.peers, options.device.type)
+    except ValueError as error:
         parser.error(str(error))
+    device = _with_index(options.device)
     provenance = collect_provenance(device, arguments, options.commit)
     print(_head(provenance))
     settings = _settings(options, device)
@@ -87,15 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_code(rows)
 
 
-def _device(name: str | None) -> torch.device:
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, got {device}.")
-    if device.type == "cpu":
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None:
         return device
-    if not torch.cuda.is_available():
-        raise ValueError("--device must be cpu where there is no CUDA GPU, got cuda.")
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _settings(options: argparse.Namespace, device: torch.device) -> Settings:

@@ -22,7 +22,9 @@ from pathlib import Path
 import torch
 
 from . import kunlun_steps
+from .arguments import BACKEND_NAMES, Parser, default_device, device_here, natural, positive, seed_number
 from .kunlun_steps import (
+    CONTESTANTS,
     SCENARIOS,
     Ranker,
     Scenario,
@@ -61,7 +63,7 @@ def reason_of(error: BaseException) -> str:
 
 def _run_child(arguments: argparse.Namespace) -> float:
     """One step of ``_STEPS``, for one contestant, in this process."""
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    device, dtype = arguments.device, getattr(torch, arguments.dtype)
     scenario = _scenario_of(arguments)
     torch.manual_seed(arguments.seed)
     ranker = Ranker(scenario, arguments.backend).to(device, dtype)
@@ -124,7 +126,7 @@ def _scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 def _print_facts(arguments: argparse.Namespace) -> None:
     scenario = _scenario_of(arguments)
-    provenance = collect_provenance(torch.device(arguments.device), [], arguments.commit)
+    provenance = collect_provenance(arguments.device, [], arguments.commit)
     drawn = [lengths_of(scenario, arguments.seed + i) for i in range(arguments.batches)]
     fill = statistics.mean(x.float().mean().item() / scenario.longest for lengths in drawn for x in lengths.values())
     print(f"# python -m jagged_attn.bench.kunlun {' '.join(arguments.given)}")
@@ -142,24 +144,22 @@ def _print_ratio(what: str, numbers: dict[str, float]) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m jagged_attn.bench.kunlun", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser(prog="python -m jagged_attn.bench.kunlun", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=list(SCENARIOS))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_here, default=default_device())
     parser.add_argument("--dtype", choices=["bfloat16", "float32", "float64"], help="default: bfloat16 on a GPU")
-    parser.add_argument("--backend", default="auto", help="of the jagged model")
-    parser.add_argument("--contestants", nargs="+", help="jagged, padded_sdpa, padded_flex, each also with +compile")
+    parser.add_argument("--backend", default="auto", choices=BACKEND_NAMES, help="of the jagged model")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, metavar="NAME", help=", ".join(CONTESTANTS))
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
-    parser.add_argument("--batches", type=int, help="batches of different lengths, in turn (speed: 4, memory: 1)")
-    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each contestant")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batches", type=natural, help="batches of different lengths, in turn (speed: 4, memory: 1)")
+    parser.add_argument("--repeats", type=natural, default=20, help="timed steps of each contestant")
+    parser.add_argument("--seed", type=seed_number, default=0)
     parser.add_argument("--commit", help="what to say where the package does not lie in its repository")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds that one contestant may take in all")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=positive, default=600.0, help="seconds that one contestant may take in all")
+    parser.add_argument("--child", choices=[*_STEPS["speed"], *_STEPS["memory"]], help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     arguments.given = sys.argv[1:] if argv is None else argv
-    on_gpu = arguments.device.startswith("cuda")
+    on_gpu = arguments.device.type == "cuda"
     arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     arguments.batches = arguments.batches or (4 if arguments.what == "speed" else 1)
     if arguments.contestants is None:

@@ -225,8 +225,14 @@ def _padded_form(batch: Batch) -> tuple[Any, ...]:
     return batch.tokens, batch.padded()
 
 
+# One way each; with ``+compile`` behind it, the same compiled.
+CONTESTANTS = tuple(kind + how for kind in ("jagged", "padded_sdpa", "padded_flex") for how in ("", "+compile"))
+
+
 def make_contestant(name: str, ranker: Ranker) -> Contestant:
-    """``jagged``, ``padded_sdpa`` or ``padded_flex``, each with ``+compile`` behind it or not."""
+    """One of ``CONTESTANTS``."""
+    if name not in CONTESTANTS:
+        raise ValueError(f"name must be one of {', '.join(CONTESTANTS)}, got {name!r}.")
     kind, _, compiled = name.partition("+")
     model = ranker if kind == "jagged" else PaddedRanker(ranker, "flex" if kind == "padded_flex" else "sdpa")
     # Once for all lengths and batch sizes: compiling for those of the gate first takes minutes more.

@@ -8,6 +8,8 @@ from .problem import BACKWARD, FORWARD
 from .provenance import Provenance
 from .report import OK, Row
 
+# What a chart's file may end with.
+FORMATS = (".png", ".svg", ".pdf")
 _OURS = ("#0b6e4f", "#3fb68b", "#8fd6b8", "#c9ecdd")
 _PEERS = ("#b5471b", "#e08e45", "#5f6b7a", "#a9b3bf")
 _GROUP_HEIGHT = 0.8

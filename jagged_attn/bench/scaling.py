@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .arguments import BACKEND_NAMES, Parser, has_gpu_for_each_process, natural, output_file, positive, seed_number
 from .kunlun_steps import SCENARIOS, Batch, Contestant, Ranker, Scenario, make_batch
 from .provenance import collect_provenance
 from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
@@ -166,7 +167,7 @@ def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jagged_attn.bench.scaling", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -175,23 +176,21 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     choices: list[Parallel] = [how for how in PARALLEL if how != "none"]
     parser.add_argument("--parallel", nargs="+", choices=choices, default=choices)
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS)
-    parser.add_argument("--backend", default="auto", help="what runs the attention")
+    parser.add_argument("--backend", default="auto", choices=BACKEND_NAMES, help="what runs the attention")
     parser.add_argument("--reshard", action="store_true", help="speed: FSDP2 gathers again for the backward")
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
-    parser.add_argument("--batch", type=int, help=f"samples of a rank (default: 512; {_CHECKED} in checks)")
+    parser.add_argument("--batch", type=natural, help=f"samples of a rank (default: 512; {_CHECKED} in checks)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="of speed (default: bfloat16 on a GPU)")
-    parser.add_argument("--batches", type=int, default=4, help="batches of a rank, in turn")
-    parser.add_argument("--steps", type=int, default=40, help="timed steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=120, help="seconds to wait for another process")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="write the figures, each with its provenance")
+    parser.add_argument("--batches", type=natural, default=4, help="batches of a rank, in turn")
+    parser.add_argument("--steps", type=natural, default=40, help="timed steps")
+    parser.add_argument("--seed", type=seed_number, default=0)
+    parser.add_argument("--timeout", type=positive, default=120, help="seconds to wait for another process")
+    parser.add_argument("--out", type=output_file(), metavar="CSV", help="write the figures, each with its provenance")
     parser.add_argument("--commit", help="what to say where the package does not lie in its repository")
     options = parser.parse_args(argv)
     options.dtype = options.dtype or ("bfloat16" if options.backend_comm == "nccl" else "float32")
-    for name in ("batch", "batches", "steps"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}.")
+    if options.backend_comm == "nccl" and not has_gpu_for_each_process():
+        parser.error("--backend-comm must be gloo where there is not a CUDA GPU for each process, got nccl")
     return options
 
 

@@ -35,6 +35,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import (
+    BACKEND_NAMES,
+    Parser,
+    default_device,
+    device_here,
+    natural,
+    not_negative,
+    output_file,
+    positive,
+    seed_number,
+)
 from .kunlun import reason_of
 from .provenance import Provenance, collect_provenance
 from .serving_model import Form, PaddedScorer, Request, Scorer, Sizes, make_requests, packed, padded
@@ -81,6 +92,8 @@ class Server:
     """
 
     def __init__(self, name: str, scorer: Scorer, device: torch.device) -> None:
+        if name not in _NAMES:
+            raise ValueError(f"name must be one of {', '.join(_NAMES)}, got {name!r}.")
         kind, _, compiled = name.partition("+")
         model = scorer if kind == "jagged" else PaddedScorer(scorer)
         self._form: Form = packed if kind == "jagged" else padded
@@ -195,8 +208,7 @@ def measure(name: str, options: argparse.Namespace, on_batch: Callable[[int], An
     Raises:
         ValueError: its scores are wrong.
     """
-    device = torch.device(options.device)
-    sizes = sizes_of(options)
+    device, sizes = options.device, sizes_of(options)
     requests = make_requests(sizes, options.seed)
     torch.manual_seed(options.seed)
     scorer = Scorer(sizes, options.backend).to(device, getattr(torch, options.dtype)).eval()
@@ -282,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.child:
         print(json.dumps(asdict(_measure_here(options.child, options))))
         return 0
-    provenance = collect_provenance(torch.device(options.device), [], options.commit)
+    provenance = collect_provenance(options.device, [], options.commit)
     provenance = replace(provenance, command=shlex.join(["python", "-m", "jagged_attn.bench.serving", *given]))
     print(_head(options, provenance), flush=True)
     figures: list[Figure] = []
@@ -345,36 +357,30 @@ def _ratio(figures: Sequence[Figure]) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m jagged_attn.bench.serving", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_here, default=default_device())
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16 on a GPU")
-    parser.add_argument("--backend", default="auto", help="of the jagged model")
+    parser.add_argument("--backend", default="auto", choices=BACKEND_NAMES, help="of the jagged model")
     parser.add_argument("--contestants", nargs="+", default=_NAMES, choices=_NAMES)
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
-    parser.add_argument("--requests", type=int, help="how many come (default: 1000)")
-    parser.add_argument("--batch", type=int, nargs="+", help="most requests of a batch (default: 8 32 64)")
-    parser.add_argument("--rate", type=float, help="requests per second (default: half of the first throughput)")
-    parser.add_argument("--repeats", type=int, default=3, help="timed passes of the stream; the fastest counts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="CSV", help="write the figures, each with its provenance")
+    parser.add_argument("--requests", type=natural, help="how many come (default: 1000)")
+    parser.add_argument("--batch", type=natural, nargs="+", help="most requests of a batch (default: 8 32 64)")
+    parser.add_argument("--rate", type=positive, help="requests per second (default: half of the first throughput)")
+    parser.add_argument("--repeats", type=natural, default=3, help="timed passes of the stream; the fastest counts")
+    parser.add_argument("--seed", type=seed_number, default=0)
+    parser.add_argument("--out", type=output_file(), metavar="CSV", help="write the figures, each with its provenance")
     parser.add_argument("--commit", help="what to say where the package does not lie in its repository")
     parser.add_argument(
-        "--limit", type=float, default=300.0,
+        "--limit", type=not_negative, default=300.0,
         help="seconds for each contestant, in a process of its own; 0: in this one, without a limit",
     )  # fmt: skip
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=_NAMES, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
+    options.dtype = options.dtype or ("bfloat16" if options.device.type == "cuda" else "float32")
     options.batch = options.batch or ([4, 8] if options.small else [8, 32, 64])
-    for name, value in (("batch", min(options.batch)), ("repeats", options.repeats), ("requests", options.requests)):
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}.")
-    for name, number in (("rate", options.rate), ("limit", options.limit)):
-        if number is not None and (number < 0 or (number == 0 and name == "rate")):
-            parser.error(f"--{name} must be positive, got {number:g}.")
     return options
 
 
