@@ -132,7 +132,7 @@ def _has_autocast(device_type: str) -> bool:
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype of autocast, if it is on for a tensor's kind of device."""
     if not torch._C._is_any_autocast_enabled():
         return None
@@ -143,7 +143,7 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype, if autocast is on for their device; float64 stays, as in PyTorch."""
-    dtype = _autocast_dtype(tensors[0])
+    dtype = autocast_dtype(tensors[0])
     if dtype is None:
         return tensors
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -214,12 +214,12 @@ def _recall(
 ) -> tuple[Tensor, Tensor, Tensor, _Decision]:
     """What ``_decide`` says of such a call on these offsets: a look into a table in place of all its checks."""
     _, _, scale, out_scale, _, _ = options
-    autocast_dtype = _autocast_dtype(q)
+    cast_dtype = autocast_dtype(q)
     key = (
         layout_q is None,
         q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
         q.device, k.device, v.device,
-        autocast_dtype,
+        cast_dtype,
         torch.are_deterministic_algorithms_enabled(),
         # 1, 1.0 and True are one key otherwise.
         type(scale), type(out_scale), options,
@@ -227,7 +227,7 @@ def _recall(
     offsets_kv = layout_kv.offsets
     other = offsets_kv if layout_q is None else layout_q.offsets
     decision = derived(offsets_kv, other, key, lambda: _decide(q, k, v, layout_q, layout_kv, *options)[3])
-    if autocast_dtype is not None:
+    if cast_dtype is not None:
         q, k, v = _autocast(q, k, v)
     return q, k, v, decision
 

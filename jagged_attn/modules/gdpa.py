@@ -13,7 +13,7 @@ from ..layout import uniform_like
 from ..masks import Full
 from .options import AttentionOptions, Heads, check_sizes
 from .projections import Projection
-from .rows import rows_of
+from .rows import rows_of, tokens_of
 
 _FULL = Full()
 
@@ -44,6 +44,7 @@ class KeyValueGeneration(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(num_tokens=num_tokens, token_dim=token_dim, num_keys=num_keys)
+        self.num_tokens = num_tokens
         self.heads = Heads.checked(embed_dim, num_heads, None, None)
         self.proj = Projection(token_dim, [embed_dim, embed_dim], device=device, dtype=dtype)
         self.token_mix = nn.Parameter(torch.empty(2, num_keys, num_tokens, device=device, dtype=dtype))
@@ -58,15 +59,20 @@ class KeyValueGeneration(nn.Module):
         nn.init.normal_(self.token_mix, std=self.token_mix.shape[2] ** -0.5)
 
     def forward(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, each ``[B, n_kv, H, D]``, of context ``[B, n, E_x]``."""
+        """K and V, each ``[B, n_kv, H, D]``, of context ``[B, n, E_x]``.
+
+        Raises:
+            TypeError: ``context`` is not a tensor.
+            ValueError: its shape, dtype or device is wrong.
+        """
+        context = tokens_of("context", context, self.num_tokens, self.proj.in_features, self.proj.weight)
         kv = self.proj(context).unflatten(-1, (2, -1)).permute(2, 0, 1, 3)
         k, v = torch.matmul(self.token_mix[:, None], kv).unflatten(-1, (self.heads.num_heads, -1)).unbind(0)
         return k, v
 
     def extra_repr(self) -> str:
         """Sizes."""
-        _, num_keys, num_tokens = self.token_mix.shape
-        return f"num_tokens={num_tokens}, num_keys={num_keys}, {self.heads.extra_repr()}"
+        return f"num_tokens={self.num_tokens}, num_keys={self.token_mix.shape[1]}, {self.heads.extra_repr()}"
 
 
 class PersonalizedFeedForward(nn.Module):
@@ -157,11 +163,11 @@ class PersonalizedFeedForward(nn.Module):
             A jagged tensor of the type of ``x``, values ``[T, E]``, with its offsets, lengths and weights.
 
         Raises:
-            TypeError: ``x`` is not jagged.
+            TypeError: ``x`` is not jagged, or ``context`` is not a tensor.
             ValueError: a shape, dtype, device or number of samples is wrong.
             UnsupportedError: no backend, or not the one named, runs such a call.
         """
-        rows = rows_of("x", x, self.embed_dim)
+        rows = rows_of("x", x, self.embed_dim, self.generate.proj.weight)
         normed = self.norm(rows)
         k, v = self.generate(context)
         out = _attend(normed, k, v, x, self.options) + normed

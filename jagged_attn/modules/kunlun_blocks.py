@@ -206,8 +206,9 @@ class KunlunTransformerBlock(nn.Module):
         if self.feed_forward is not None:
             x = self.feed_forward(x, x_sum)
         if self.attention is not None and self.norm is not None:
-            update = rows_of("x", self.attention(x, rotation), self.embed_dim)
-            x = with_values(x, self.norm(rows_of("x", x, self.embed_dim) + update))
+            weight = self.norm.weight
+            update = rows_of("x", self.attention(x, rotation), self.embed_dim, weight)
+            x = with_values(x, self.norm(rows_of("x", x, self.embed_dim, weight) + update))
         return x
 
 

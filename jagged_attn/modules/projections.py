@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..functional import autocast_dtype
 from ..jagged_tensor import Jagged, values_of
+
+_CAST_BY_AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Projection(nn.Linear):
@@ -159,7 +162,7 @@ def _project(
         values = values_of(name, x, widths[first])
         rows = slice(starts[first], starts[last])
         weight = cast(Tensor, separate[first] if fused is None else fused[rows])
-        check_dtype(name, values, weight)
+        check_fits(name, values, weight)
         y = F.linear(values, weight, None if bias is None else bias[rows])
         out.extend(y.split([*block_sizes[first:last]], dim=-1))
     return tuple(y.unflatten(-1, (-1, head_dim)) for y in out)
@@ -174,10 +177,19 @@ def _runs(query: Any, key: Any, value: Any, is_fused: bool) -> tuple[tuple[int, 
     return ((0, 1), (1, 2), (2, 3))
 
 
-def check_dtype(name: str, values: Tensor, weight: Tensor) -> None:
-    """Raise unless a linear map takes the values: its weight's dtype, or any under autocast, which casts both."""
-    if values.dtype != weight.dtype and not torch.is_autocast_enabled(values.device.type):
+def check_fits(name: str, values: Tensor, weight: Tensor) -> None:
+    """Raise ``ValueError`` unless a module takes the values.
+
+    They must be on the device of its weight and of its dtype; under autocast, which casts both, of any dtype but
+    float64, which it leaves alone.
+    """
+    if values.device != weight.device:
+        raise ValueError(f"{name} must be on the module's device {weight.device}, got {values.device}.")
+    if values.dtype == weight.dtype:
+        return
+    may_cast = values.dtype in _CAST_BY_AUTOCAST and weight.dtype in _CAST_BY_AUTOCAST
+    if not may_cast or autocast_dtype(values) is None:
         raise ValueError(
-            f"{name} must have values of the module's dtype {weight.dtype}, got {values.dtype}; convert one of the two "
-            "or run under torch.autocast."
+            f"{name} must have values of the module's dtype {weight.dtype}, got {values.dtype}; convert one of the two"
+            + (" or run under torch.autocast." if may_cast else ".")
         )

@@ -1,4 +1,4 @@
-"""The rows of a jagged tensor, in a module that ``torch.fx`` traces."""
+"""What goes into a module that ``torch.fx`` traces, checked: the rows of a jagged tensor, the tokens of samples."""
 
 from typing import Any
 
@@ -6,14 +6,44 @@ import torch
 from torch import Tensor
 
 from ..jagged_tensor import Jagged, values_of
+from .projections import check_fits
 
 
-def rows_of(name: str, x: Jagged, width: int) -> Tensor:
-    """``jagged_tensor.values_of``, usable in a module that ``torch.fx`` traces."""
-    return _rows_of(name, x, width)
+def rows_of(name: str, x: Jagged, width: int, weight: Tensor) -> Tensor:
+    """The rows ``[T, width]`` of a jagged tensor, for a module that has this weight.
+
+    Usable in a module that ``torch.fx`` traces, as is ``tokens_of``.
+
+    Raises:
+        TypeError: ``x`` is not jagged.
+        ValueError: its values have another shape, or a dtype or device that does not fit the weight's.
+    """
+    return _rows_of(name, x, width, weight)
 
 
-# torch.fx patches a wrapped function in the module that defines it, so a public function of one line calls it there.
+def tokens_of(name: str, x: Tensor, num_tokens: int, width: int, weight: Tensor) -> Tensor:
+    """The tokens ``[B, num_tokens, width]`` themselves, for a module that has this weight.
+
+    Raises:
+        TypeError: ``x`` is not a tensor.
+        ValueError: it has another shape, or a dtype or device that does not fit the weight's.
+    """
+    return _tokens_of(name, x, num_tokens, width, weight)
+
+
+# torch.fx patches a wrapped function in the module that defines it, so public functions of one line call these there.
 @torch.fx.wrap
-def _rows_of(name: str, x: Any, width: int) -> Tensor:
-    return values_of(name, x, width)
+def _rows_of(name: str, x: Any, width: int, weight: Tensor) -> Tensor:
+    values = values_of(name, x, width)
+    check_fits(name, values, weight)
+    return values
+
+
+@torch.fx.wrap
+def _tokens_of(name: str, x: Any, num_tokens: int, width: int, weight: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+    if x.dim() != 3 or x.shape[1:] != (num_tokens, width):
+        raise ValueError(f"{name} must have shape [B, {num_tokens}, {width}], got {list(x.shape)}.")
+    check_fits(name, x, weight)
+    return x

@@ -137,7 +137,7 @@ class JaggedMultiHeadAttention(nn.Module):
 
         Args:
             query: TorchRec ``JaggedTensor`` (lengths, offsets or both; int32 or int64) or jagged nested tensor, values
-                ``[T_q, E]`` of the module's dtype, or any under autocast.
+                ``[T_q, E]`` of the module's dtype, or under autocast of any but float64.
             key: values ``[T_kv, kdim]``, as many sequences as ``query``; None: self-attention.
             value: values ``[T_kv, vdim]`` in the key's layout (not checked, since that would wait for the device);
                 None: the key.

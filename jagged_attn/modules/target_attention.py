@@ -11,7 +11,7 @@ from ..jagged_tensor import Jagged, is_jagged, layout_of, values_of, with_values
 from ..layout import JaggedLayout, uniform_like
 from ..masks import Full, Mask
 from .options import AttentionOptions, Heads, check_sizes
-from .projections import HeadNorm, OutProjection, Projection, check_dtype
+from .projections import HeadNorm, OutProjection, Projection, check_fits
 
 _FULL = Full()
 
@@ -116,7 +116,7 @@ class JaggedTargetAttention(nn.Module):
 
         Args:
             history: TorchRec ``JaggedTensor`` or jagged nested tensor of B sequences, values ``[T, kdim]`` of the
-                module's dtype, or any under autocast.
+                module's dtype, or under autocast of any but float64.
             queries: None with learned queries; else ``[S, E]`` shared by all samples, ``[B, C, E]`` or a jagged tensor
                 of B sequences with values ``[T_q, E]``. One candidate a sample is ``[B, 1, E]``.
 
@@ -161,14 +161,14 @@ def _query_rows(queries: Any, learned: Tensor | None, width: int, weight: Tensor
         raise ValueError(f"queries must have shape [S, {width}] or [B, C, {width}], got {list(queries.shape)}.")
     else:
         rows = queries
-    check_dtype("queries", rows, weight)
+    check_fits("queries", rows, weight)
     return rows
 
 
 @torch.fx.wrap
 def _history_rows(history: Any, width: int, weight: Tensor) -> Tensor:
     values = values_of("history", history, width)
-    check_dtype("history", values, weight)
+    check_fits("history", values, weight)
     return values
 
 

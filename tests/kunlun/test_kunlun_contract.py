@@ -319,6 +319,60 @@ def test_bad_input_is_refused_by_name(changes, error, message):
         STACK(**arguments)
 
 
+FEED_FORWARD = MODULES["PersonalizedFeedForward"][0]()
+
+
+@pytest.mark.parametrize(
+    ("context", "error", "message"),
+    [
+        (lambda: dense(4, 6), ValueError, r"context must have shape \[B, 4, 7\], got \[3, 4, 6\]"),
+        (lambda: dense(3, 7), ValueError, r"context must have shape \[B, 4, 7\], got \[3, 3, 7\]"),
+        (lambda: dense(7), ValueError, r"context must have shape \[B, 4, 7\], got \[3, 7\]"),
+        (lambda: dense(4, 7)[:2], ValueError, "context must be for the 3 samples of x, got 2"),
+        (
+            lambda: dense(4, 7).double(),
+            ValueError,
+            "context must have values of the module's dtype torch.float32, got torch.float64; convert one of the two.$",
+        ),
+        (lambda: dense(4, 7).to("meta"), ValueError, "context must be on the module's device cpu, got meta"),
+        (lambda: None, TypeError, "context must be a torch.Tensor, got NoneType"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_refused_by_name(context, error, message):
+    with pytest.raises(error, match=message):
+        FEED_FORWARD(history(), context())
+
+
+OF_ROWS = ["PersonalizedFeedForward", "SeedPooling", "HierarchicalSeedPooling", "TemporalSelfAttention"]
+of_rows = pytest.mark.parametrize("name", [*OF_ROWS, "KunlunTransformerBlock"])
+
+
+@of_rows
+def test_rows_of_another_dtype_or_device_are_refused_by_name(name):
+    build, inputs = MODULES[name]
+    module, (x, *others) = build(), inputs()
+    for other, words in [
+        (torch.float64, "must have values of the module's dtype torch.float32, got torch.float64; convert one of the"),
+        (torch.bfloat16, "must have values of .* got torch.bfloat16; convert one of the two or run under torch.autoc"),
+        ("meta", "must be on the module's device cpu, got meta"),
+    ]:
+        values, lengths = x.values().to(other), LENGTHS.to("meta") if other == "meta" else LENGTHS
+        with pytest.raises(ValueError, match=f"(x|query|history) {words}"):
+            module(JaggedTensor(values, lengths=lengths), *others)
+
+
+@of_rows
+def test_autocast_is_no_way_for_float64(name):
+    build, inputs = MODULES[name]
+    double, (x, *others) = build().double(), inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        for module, values in ((build(), x.values().double()), (double, x.values())):
+            with pytest.raises(ValueError, match=r"(x|query|history) must have values .*float64.* one of the two.$"):
+                module(jagged(values, LENGTHS), *others)
+        others = [other.double() for other in others]
+        assert flat(double(jagged(x.values().double(), LENGTHS), *others))[0].dtype == torch.float64
+
+
 def test_stacked_wukong_layers_compile_with_gradients_in_the_order_that_the_compiler_expects():
     """PyTorch 2.13 and before mistake the strides of LayerNorm's gradient where that of its result is transposed."""
     torch.manual_seed(0)

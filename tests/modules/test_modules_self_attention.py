@@ -394,6 +394,34 @@ def test_inputs_that_do_not_fit_are_refused_by_name(inputs: Any, message: str) -
         make()(*inputs())
 
 
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_inputs_of_another_dtype_or_device_are_refused_by_name(is_autocast: bool) -> None:
+    module, x, meta = make(), jagged((2, 3), E), jagged((2, 3), E).to(torch.device("meta"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        for inputs, words in [
+            ((meta,), "query must be on the module's device cpu, got meta"),
+            ((x, meta), "key must be on the module's device cpu, got meta"),
+            ((x, x, meta), "value must be on the module's device cpu, got meta"),
+            (
+                (jagged((2, 3), E, torch.float32),),
+                "query must have .* torch.float64, got torch.float32; convert .* two.$",
+            ),
+            (
+                (x, jagged((2, 3), E, torch.float32)),
+                "key must have .* torch.float64, got torch.float32; convert .* two.$",
+            ),
+        ]:
+            with pytest.raises(ValueError, match=words):
+                module(*inputs)
+        assert module(x).values().dtype == torch.float64
+        with pytest.raises(ValueError, match=r"query must have .* torch.float32, got torch.float64; convert .* two.$"):
+            make().float()(x)
+    with pytest.raises(ValueError, match=r"got torch.float16; convert one of the two or run under torch.autocast.$"):
+        make().float()(jagged((2, 3), E, torch.float16))
+    with pytest.raises(ValueError, match=r"query must have .* torch.float32, got torch.float16"):
+        make().float().to("meta")(jagged((2, 3), E, torch.float16).to(torch.device("meta")))
+
+
 def test_blocks_refuse_keys_of_another_layout() -> None:
     with pytest.raises(ValueError, match="mask must not be BlockDiagonal"):
         make(mask=BlockDiagonal(4))(jagged((2, 3), E), jagged((2, 3), E, seed=2))

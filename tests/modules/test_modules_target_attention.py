@@ -204,11 +204,23 @@ def test_printing_shows_sizes_and_what_differs_from_the_defaults() -> None:
             ValueError,
             "queries must have values of the module's dtype torch.float64",
         ),
+        (None, lambda: normal(S, E).to("meta"), ValueError, "queries must be on the module's device cpu, got meta"),
         (None, lambda: normal(3, C, E), ValueError, "queries must be for the history's 2 samples, got 3"),
         (None, lambda: jagged((1, 2, 3), E), ValueError, "queries must be for the history's 2 samples, got 3"),
         (None, lambda: jagged((1, 2), KDIM), ValueError, r"queries must have values of shape \[T, 14\], got \[3, 11\]"),
     ],
-    ids=["missing", "twice", "list", "vector", "width", "dtype", "dense-samples", "jagged-samples", "jagged-width"],
+    ids=[
+        "missing",
+        "twice",
+        "list",
+        "vector",
+        "width",
+        "dtype",
+        "device",
+        "dense-samples",
+        "jagged-samples",
+        "jagged-width",
+    ],
 )
 def test_queries_that_do_not_fit_are_refused_by_name(
     num_queries: int | None, queries: Any, error: type[Exception], message: str
@@ -220,6 +232,8 @@ def test_queries_that_do_not_fit_are_refused_by_name(
 def test_a_history_that_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"history must have values of shape \[T, 11\], got \[6, 14\]"):
         make(S)(jagged((4, 2), E))
+    with pytest.raises(ValueError, match="history must be on the module's device cpu, got meta"):
+        make(S)(jagged((4, 2), KDIM).to(torch.device("meta")))
     with pytest.raises(TypeError, match=r"history must be a torchrec.JaggedTensor, got Tensor"):
         make(S)(normal(3, 4, KDIM))
 
