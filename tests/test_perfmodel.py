@@ -203,6 +203,64 @@ def test_the_command_lists_the_parameters(capsys):
     assert "barrier_latency      99" in capsys.readouterr().out
 
 
+HEADER = "workload,contestant,phase,status,median_ms,seed,ceiling_tflops,ceiling_gb_per_s"
+FILES = {
+    "words.txt": "not a table",
+    "other.csv": f"{HEADER}\nself/512,triton,forward,ok,1,0,700,4000\n",
+    "short.csv": f"{HEADER}\nself/512,tlx_hopper,forward,ok,1\n",
+    "unknown.csv": f"{HEADER}\nself/5,tlx_hopper,forward,ok,1,0,700,4000\n",
+    "zero.csv": f"{HEADER}\nself/512,tlx_hopper,forward,ok,0,0,700,4000\n",
+    "list.json": "[1]",
+    "text.json": '{"date": "x", "parameters": {"clock_ghz": "fast"}}',
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("predict --csv nope", "--csv must be a CSV of the bench, got nope (No such file or directory)"),
+        ("predict --csv .", "--csv must be a CSV of the bench, got . (Is a directory)"),
+        ("predict --csv words.txt", "--csv must be a CSV of the bench, got words.txt (it has no forward or"),
+        ("predict --csv other.csv", "got other.csv (it has no forward or backward of tlx_hopper)"),
+        ("predict --csv short.csv", "got short.csv (TypeError: "),
+        ("predict --csv unknown.csv", "got unknown.csv (self/5: there is no such workload)"),
+        ("predict --csv zero.csv", "got zero.csv (self/512: time and ceilings must be positive)"),
+        ("predict --csv bytes", "--csv must be a CSV of the bench, got bytes ("),
+        ("parameters --parameters nope", "--parameters must be what `measure` wrote, got nope (No such file"),
+        ("parameters --parameters words.txt", "--parameters must be what `measure` wrote, got words.txt (Expecting"),
+        ("parameters --parameters list.json", "got list.json (it has no date and parameters)"),
+        ("parameters --parameters text.json", "got text.json (clock_ghz must be a number, got fast)"),
+        ("parameters --set foo=1", "--set must be NAME=VALUE, got foo=1 (foo is none of processors, clock_ghz, "),
+        ("parameters --set x", "--set must be NAME=VALUE, got x (x is none of processors"),
+        ("parameters --set clock_ghz=abc", "--set must be NAME=VALUE, got clock_ghz=abc (clock_ghz must be a number,"),
+        ("parameters --set clock_ghz=0", "(clock_ghz must be finite and above 0, got 0)"),
+        ("parameters --set tma_issue=-1", "(tma_issue must be finite and not negative, got -1)"),
+        ("parameters --set clock_ghz=nan", "(clock_ghz must be finite and above 0, got nan)"),
+        ("parameters --set processors=1.5", "(processors must be a whole number, got 1.5)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(given, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bytes").write_bytes(bytes(range(256)))
+    with pytest.raises(SystemExit) as caught:
+        main(given.split())
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_measuring_without_a_gpu_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["measure"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "python -m jagged_attn.perfmodel: measure must run on a CUDA GPU, got none.\n"
+
+
 @pytest.mark.sweep
 def test_eight_of_the_ten_cases_are_within_a_fifth():
     path = Path(bench.__path__[0]) / "results" / "h200_hopper.csv"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from ..bench.arguments import Parser, output_file
 from ..bench.problem import BACKWARD, FORWARD
 from ..bench.workloads import WORKLOADS, Workload
 from . import blackwell
-from .machine import B200, H200, Machine
+from .machine import B200, H200, Machine, number_of
 from .predict import Prediction, draw, predict_backward, predict_forward
 
 _RESULTS = Path(__file__).parent.parent / "bench" / "results" / "h200_hopper.csv"
@@ -56,11 +58,13 @@ class Compared:
         return self.case in BARS and abs(self.error) <= TOLERANCE
 
 
+def _is_predicted(row: dict[str, str]) -> bool:
+    return row["contestant"] == "tlx_hopper" and row["status"] == "ok" and row["phase"] in (FORWARD, BACKWARD)
+
+
 def compare(machine: Machine, rows: Sequence[dict[str, str]]) -> Iterator[Compared]:
     """Every forward and backward of ours in a bench CSV, on a machine with the ceilings of that row's run."""
-    for row in rows:
-        if row["contestant"] != "tlx_hopper" or row["status"] != "ok" or row["phase"] not in (FORWARD, BACKWARD):
-            continue
+    for row in filter(_is_predicted, rows):
         workload = replace(WORKLOADS[row["workload"]])
         with_ceilings = machine.with_ceilings(float(row["ceiling_tflops"]), float(row["ceiling_gb_per_s"]))
         predict = predict_forward if row["phase"] == FORWARD else predict_backward
@@ -68,9 +72,32 @@ def compare(machine: Machine, rows: Sequence[dict[str, str]]) -> Iterator[Compar
         yield Compared(workload.name, row["phase"], float(row["median_ms"]), predicted)
 
 
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a bench CSV that can be predicted.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not such a file, or has no such row.
+    """
+    try:
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if _is_predicted(row)]
+        for row in rows:
+            numbers = [float(row[name]) for name in ("ceiling_tflops", "ceiling_gb_per_s", "median_ms")]
+            if not all(0 < x < math.inf for x in numbers):
+                raise ValueError(f"{row['workload']}: time and ceilings must be positive")
+            if row["workload"] not in WORKLOADS:
+                raise ValueError(f"{row['workload']}: there is no such workload")
+            int(row["seed"])
+    except (KeyError, TypeError, csv.Error) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if not rows:
+        raise ValueError("it has no forward or backward of tlx_hopper")
+    return rows
+
+
 def _print_comparison(machine: Machine, path: Path) -> None:
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(path)
     print("| case | phase | measured | predicted | error | main kernel | tensor | shared | memory |")
     print("|---|---|---|---|---|---|---|---|---|")
     hits = {FORWARD: 0, BACKWARD: 0}
@@ -117,22 +144,66 @@ def _print_blackwell(machine: Machine) -> None:
         print(f"| {phase}, {name} | {' | '.join(cells)} |", flush=True)
 
 
-def _machine(base: Machine, parameters: Path | None, changes: Sequence[str]) -> Machine:
+def _checked(read: Callable[[Path], object], what: str) -> Callable[[str], Path]:
+    """The ``type`` of an option: files that ``read`` can read."""
+
+    def convert(text: str) -> Path:
+        try:
+            read(Path(text))
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error).split("\n")[0]
+            raise argparse.ArgumentTypeError(f"must be {what}, got {text} ({reason})") from None
+        return Path(text)
+
+    return convert
+
+
+def _change(text: str) -> tuple[str, float]:
+    """The ``type`` of ``--set``."""
+    name, _, value = text.partition("=")
+    try:
+        return name, number_of(name, value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text} ({error})") from None
+
+
+def _machine(base: Machine, parameters: Path | None, changes: Sequence[tuple[str, float]]) -> Machine:
     machine = base if parameters is None else base.fitted(parameters)
-    values = dict(change.split("=", 1) for change in changes)
-    return replace(machine, **{name: float(x) for name, x in values.items()})  # type: ignore[arg-type]
+    return replace(machine, **dict(changes))  # type: ignore[arg-type]
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m jagged_attn.perfmodel", description=__doc__)
+    parser.add_argument("what", choices=("predict", "blackwell", "parameters", "measure"))
+    rows, written = _checked(read_rows, "a CSV of the bench"), _checked(H200.fitted, "what `measure` wrote")
+    parser.add_argument("--csv", type=rows, default=_RESULTS, help="rows of the bench to predict")
+    parser.add_argument("--parameters", type=written, help="what `measure` wrote")
+    parser.add_argument(
+        "--set", nargs="*", type=_change, default=[], metavar="NAME=VALUE",
+        help="other parameters, to see what they do",
+    )  # fmt: skip
+    parser.add_argument("--out", help="where `measure` writes (default: parameters.json)")
+    return parser
+
+
+def _measure(parser: Parser, machine: Machine, out: str) -> None:
+    if not torch.cuda.is_available():
+        parser.error("measure must run on a CUDA GPU, got none")
+    path = parser.convert("--out", output_file(), out)
+    try:
+        from . import microbench
+    except ImportError as error:
+        parser.error(f"measure must run where triton has TLX, got {error}")
+    device = torch.device("cuda")
+    found = microbench.measure(machine, device)
+    microbench.write(path, found, device)
+    for name, value in found.items():
+        print(f"{name:20} {value:<10.4g} was {getattr(machine, name):g}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m jagged_attn.perfmodel", description=__doc__)
-    parser.add_argument("what", choices=("predict", "blackwell", "parameters", "measure"))
-    parser.add_argument("--csv", type=Path, default=_RESULTS, help="rows of the bench to predict")
-    parser.add_argument("--parameters", type=Path, help="what `measure` wrote")
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="other parameters, to see what they do"
-    )
-    parser.add_argument("--out", type=Path, default=Path("parameters.json"), help="where `measure` writes")
+    parser = _parser()
     options = parser.parse_args(arguments)
     base = B200 if options.what == "blackwell" else H200
     machine = _machine(base, None if options.what == "blackwell" else options.parameters, options.set)
@@ -144,13 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, source in machine.sources.items():
             print(f"{name:20} {getattr(machine, name):<10g} {source}")
     else:
-        from . import microbench
-
-        device = torch.device("cuda")
-        found = microbench.measure(machine, device)
-        microbench.write(options.out, found, device)
-        for name, value in found.items():
-            print(f"{name:20} {value:<10.4g} was {getattr(machine, name):g}")
+        _measure(parser, machine, options.out or "parameters.json")
 
 
 if __name__ == "__main__":

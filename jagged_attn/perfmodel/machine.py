@@ -7,6 +7,7 @@ otherwise. Nothing here may be adjusted to the timings that the model predicts.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -94,12 +95,46 @@ class Machine:
         return replace(self, mma_efficiency=tflops / peak, memory_gb_per_s=gb_per_s)
 
     def fitted(self, path: Path) -> Machine:
-        """This machine with what ``perfmodel.microbench`` wrote to a file."""
-        found: dict[str, Any] = json.loads(path.read_text())
-        known = {f.name for f in fields(self)} - {"name", "sources"}
-        values = {name: x for name, x in found["parameters"].items() if name in known}
+        """This machine with what ``perfmodel.microbench`` wrote to a file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not such a file.
+        """
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict) or not isinstance(found.get("parameters"), dict) or "date" not in found:
+            raise ValueError("it has no date and parameters")
+        values: dict[str, Any] = {
+            name: number_of(name, x) for name, x in found["parameters"].items() if name in NUMBERS
+        }
         sources = {**self.sources, **dict.fromkeys(values, f"{MEASURED}: {path.name}, {found['date']}")}
         return replace(self, **values, sources=sources)
+
+
+NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in ("name", "sources"))
+# What takes time may take none; everything else is divided by.
+_TIMES = tuple(name for name in NUMBERS if name.endswith(("latency", "barrier", "issue", "_us")))
+
+
+def number_of(name: str, value: Any) -> float:
+    """A value for one of ``NUMBERS``.
+
+    Raises:
+        ValueError: there is no such number, or it cannot have that value.
+    """
+    if name not in NUMBERS:
+        raise ValueError(f"{name} is none of {', '.join(NUMBERS)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value}") from None
+    if not math.isfinite(number) or number < 0 or (number == 0 and name not in _TIMES):
+        raise ValueError(f"{name} must be finite and {'not negative' if name in _TIMES else 'above 0'}, got {value}")
+    if name != "processors":
+        return number
+    if number != int(number):
+        raise ValueError(f"{name} must be a whole number, got {value}")
+    return int(number)
 
 
 H200 = Machine(
