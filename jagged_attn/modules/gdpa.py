@@ -167,9 +167,9 @@ class PersonalizedFeedForward(nn.Module):
             ValueError: a shape, dtype, device or number of samples is wrong.
             UnsupportedError: no backend, or not the one named, runs such a call.
         """
-        rows = rows_of("x", x, self.embed_dim, self.generate.proj.weight)
-        normed = self.norm(rows)
         k, v = self.generate(context)
+        rows = rows_of("x", x, self.embed_dim, k)
+        normed = self.norm(rows)
         out = _attend(normed, k, v, x, self.options) + normed
         return with_values(x, self.out_norm(out) + rows)
 

@@ -8,8 +8,17 @@ from torch import Tensor, nn
 
 from ..jagged_tensor import Jagged, check_jagged, layout_of
 from .kunlun_blocks import KunlunInteractionBlock, KunlunTransformerBlock
-from .kunlun_config import EventTowerConfig, InteractionConfig, LayerKind, SubBlocks, layer_pattern, tower_plan
+from .kunlun_config import (
+    EventTowerConfig,
+    InteractionConfig,
+    LayerKind,
+    SubBlocks,
+    check_towers,
+    layer_pattern,
+    tower_plan,
+)
 from .options import check_sizes
+from .rows import check_tokens
 from .seed_pooling import reset_modules
 
 
@@ -91,7 +100,8 @@ class Kunlun(nn.Module):
     Args:
         num_tokens: n, non-sequence tokens of a sample.
         embed_dim: E, their width.
-        towers: the event towers by event type; the names may not hold a dot.
+        towers: the event towers by event type. The names become names of modules: without a dot, and none that
+            ``nn.ModuleDict`` has for itself, such as ``"items"``.
         config: sizes of the interaction blocks.
         comp_skip: whether layers take turns; otherwise every layer pools, feeds forward and attends.
         pattern: the kind of each layer, ``"global"``, ``"local"`` or ``"full"``, in place of ``comp_skip``; as many as
@@ -109,8 +119,8 @@ class Kunlun(nn.Module):
 
     Raises:
         TypeError: a size is not an int, or a tower is not an ``EventTowerConfig``.
-        ValueError: a size is not positive, there is no tower, or ``pattern`` has the wrong length, an unknown kind or a
-            first layer that does not pool.
+        ValueError: a size is not positive, there is no tower, an event type cannot name a module, or ``pattern`` has
+            the wrong length, an unknown kind or a first layer that does not pool.
 
     Source: readings of arXiv 2602.10016; ``docs/kunlun.md`` says what is established, reported and ours.
 
@@ -138,7 +148,7 @@ class Kunlun(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_tokens=num_tokens, embed_dim=embed_dim)
-        _check_towers(towers)
+        check_towers(towers)
         depth = max(tower.num_layers for tower in towers.values())
         pattern = layer_pattern(depth, comp_skip) if pattern is None else tuple(pattern)
         if len(pattern) != depth:
@@ -185,11 +195,12 @@ class Kunlun(nn.Module):
             ``[B, n, E]``, X of the last layer.
 
         Raises:
-            TypeError: an event sequence is missing or not jagged.
-            ValueError: a shape, dtype, device or number of samples is wrong, or timestamps descend (on a CPU).
+            TypeError: an argument is of the wrong kind, or an event sequence is not jagged.
+            ValueError: an event type is missing from the events, or one that has no tower is in events or timestamps; a
+                shape, dtype, device or number of samples is wrong; or timestamps descend (on a CPU).
             UnsupportedError: no backend, or not the one named, runs such a call.
         """
-        x = _check_tokens(tokens, events, list(self.plans), self.num_tokens, self.embed_dim)
+        x = _checked(tokens, events, timestamps, list(self.plans), self.num_tokens, self.embed_dim)
         sequences: Mapping[str, Any] = {name: events[name] for name in self.plans}
         rotations = {
             name: self.rotary[name](sequences[name], _timestamps_of(timestamps, name)) if name in self.rotary else None
@@ -207,29 +218,29 @@ class Kunlun(nn.Module):
         return f"num_tokens={self.num_tokens}, embed_dim={self.embed_dim}"
 
 
-def _check_towers(towers: Mapping[str, EventTowerConfig]) -> None:
-    if not towers:
-        raise ValueError("towers must hold at least one event type, got none.")
-    for name, tower in towers.items():
-        if not isinstance(tower, EventTowerConfig):
-            raise TypeError(f"towers must hold EventTowerConfig, got {type(tower).__name__} for {name!r}.")
-
-
 @torch.fx.wrap
-def _check_tokens(tokens: Tensor, events: Any, names: list[str], num_tokens: int, embed_dim: int) -> Tensor:
-    """The tokens, once they and the events are known to fit."""
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens must be a torch.Tensor, got {type(tokens).__name__}.")
-    if tokens.dim() != 3 or tokens.shape[1:] != (num_tokens, embed_dim):
-        raise ValueError(f"tokens must have shape [B, {num_tokens}, {embed_dim}], got {list(tokens.shape)}.")
+def _checked(tokens: Tensor, events: Any, timestamps: Any, names: list[str], num_tokens: int, embed_dim: int) -> Tensor:
+    """The tokens, once they are known to fit, and events and timestamps to be theirs and for these towers."""
+    check_tokens("tokens", tokens, num_tokens, embed_dim)
+    _check_event_types("events", events, names)
+    if timestamps is not None:
+        _check_event_types("timestamps", timestamps, names)
     for name in names:
         if name not in events:
-            raise ValueError(f"events must have event type {name!r}, got {sorted(events)}.")
+            raise ValueError(f"events must have event type {name!r}, got {list(events)}.")
         check_jagged(f"events[{name!r}]", events[name])
         samples = layout_of(events[name]).num_sequences
         if samples != tokens.shape[0]:
             raise ValueError(f"events[{name!r}] must be of the {tokens.shape[0]} samples of tokens, got {samples}.")
     return tokens
+
+
+def _check_event_types(argument: str, given: Any, names: list[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{argument} must be a mapping by event type, got {type(given).__name__}.")
+    for name in given:
+        if name not in names:
+            raise ValueError(f"{argument} must be for the towers {names} alone, got event type {name!r}.")
 
 
 @torch.fx.wrap

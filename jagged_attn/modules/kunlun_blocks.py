@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ..jagged_tensor import Jagged, with_values
 from .gdpa import PersonalizedFeedForward
-from .kunlun_config import EventTowerConfig, InteractionConfig, SubBlocks
+from .kunlun_config import EventTowerConfig, InteractionConfig, SubBlocks, check_towers
 from .options import check_sizes
 from .projections import Projection
 from .rotary import TemporalSelfAttention
-from .rows import rows_of
+from .rows import rows_of, tokens_of
 from .seed_pooling import HierarchicalSeedPooling, reset_modules
 from .wukong import TokenLinear, WukongExperts, mlp
 
@@ -49,6 +49,7 @@ class WeightGeneration(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(num_tokens=num_tokens, num_summary_tokens=num_summary_tokens, embed_dim=embed_dim, hidden=hidden)
+        self.num_tokens, self.embed_dim = num_tokens, embed_dim
         hidden = embed_dim if hidden is None else hidden
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.compress = TokenLinear(num_tokens, num_summary_tokens, **made)
@@ -59,9 +60,15 @@ class WeightGeneration(nn.Module):
         """Initialise all parameters anew."""
         reset_modules(*self.children())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, n, E]`` to ``[B, n_sum, E]``."""
-        mixed = self.mlp(self.compress(x))
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[B, n, E]`` to ``[B, n_sum, E]``.
+
+        Raises:
+            TypeError: ``tokens`` is not a tensor.
+            ValueError: its shape, dtype or device is wrong.
+        """
+        tokens = tokens_of("tokens", tokens, self.num_tokens, self.embed_dim, self.compress.weight)
+        mixed = self.mlp(self.compress(tokens))
         return torch.sigmoid(self.gate(mixed)) * mixed
 
 
@@ -91,6 +98,9 @@ class KunlunInteractionBlock(nn.Module):
         pools: ``nn.ModuleDict`` of ``HierarchicalSeedPooling``, for the towers that are pooled here.
         projections: ``nn.ModuleDict`` of linear maps ``[E, E_t]``.
         interaction: ``WukongExperts``.
+
+    Raises:
+        TypeError, ValueError: a size is not a positive int, or as ``Kunlun`` for the towers.
     """
 
     def __init__(
@@ -100,6 +110,7 @@ class KunlunInteractionBlock(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
+        check_towers(towers)
         self.names = tuple(towers)
         self.weight_generation = WeightGeneration(
             num_tokens, config.num_summary_tokens, embed_dim, config.hidden, **made

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from torch import nn
+
 from ..masks import Mask, SlidingWindow
 from .gdpa import check_elementwise
 from .options import AttentionOptions, Heads, check_sizes
@@ -118,6 +120,28 @@ class InteractionConfig:
     def __post_init__(self) -> None:
         check_sizes(num_summary_tokens=self.num_summary_tokens, num_experts=self.num_experts, rank=self.rank)
         check_sizes(hidden=self.hidden)
+
+
+def check_towers(towers: Mapping[str, EventTowerConfig]) -> None:
+    """Raise unless there are towers, each an ``EventTowerConfig`` under a name that a module can have.
+
+    The names are part of those of the parameters, which FSDP, ``torch.fx`` and others look up as attributes. So one
+    that ``nn.ModuleDict`` has for itself is refused, not stored under another name that nobody would look for.
+    """
+    if not isinstance(towers, Mapping):
+        raise TypeError(f"towers must be a mapping by event type, got {type(towers).__name__}.")
+    if not towers:
+        raise ValueError("towers must hold at least one event type, got none.")
+    for name, tower in towers.items():
+        if not isinstance(name, str):
+            raise TypeError(f"towers must have strings as event types, got {name!r}.")
+        if not name or "." in name or hasattr(nn.ModuleDict(), name):
+            raise ValueError(
+                "towers must have event types that can name a module, without a dot and no attribute of nn.ModuleDict, "
+                f"got {name!r}."
+            )
+        if not isinstance(tower, EventTowerConfig):
+            raise TypeError(f"towers must hold EventTowerConfig, got {type(tower).__name__} for {name!r}.")
 
 
 _SUB_BLOCKS: dict[LayerKind, SubBlocks] = {

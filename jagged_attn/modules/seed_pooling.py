@@ -145,7 +145,7 @@ class SeedPooling(nn.Module):
 
     def forward(self, history: Jagged) -> Tensor:
         """``[B, S, E]`` of a jagged tensor of B sequences, values ``[T, E]``; raises as ``JaggedTargetAttention``."""
-        rows = rows_of("history", history, self.attention.kdim, self.attention.kv_proj.weight)
+        rows = rows_of("history", history, self.attention.kdim, self.norm.weight)
         pooled = self.attention(with_values(history, self.history_ff(rows)))
         tokens = self.norm(self.attention.queries + pooled)
         return self.out_norm(tokens + self.ff(tokens))

@@ -275,6 +275,20 @@ def tower(**changes: object) -> EventTowerConfig:
             "time_scale must be a positive number, got 0.0",
         ),
         (lambda: Kunlun(5, 7, {}), ValueError, "towers must hold at least one event type"),
+        *(
+            (
+                lambda name=name, build=build: build({name: TOWERS["click"]}),
+                ValueError,
+                f"towers must have event types that can name a module, .* got {name!r}",
+            )
+            for name in ("items", "type", "keys", "training", "a.b", "")
+            for build in (
+                lambda towers: Kunlun(5, 7, towers),
+                lambda towers: KunlunLayer(5, 7, towers, dict.fromkeys(towers, FULL), SIZES),
+            )
+        ),
+        (lambda: Kunlun(5, 7, {3: TOWERS["click"]}), TypeError, "towers must have strings as event types, got 3"),
+        (lambda: Kunlun(5, 7, [TOWERS["click"]]), TypeError, "towers must be a mapping by event type, got list"),
         (lambda: Kunlun(5, 7, {"click": 3}), TypeError, "towers must hold EventTowerConfig, got int for 'click'"),
         (
             lambda: Kunlun(5, 7, TOWERS, SIZES, pattern=("local", "global", "local")),
@@ -298,6 +312,23 @@ STACK = Kunlun(5, 7, TOWERS, SIZES)
     [
         ({"tokens": torch.zeros(3, 4, 7)}, ValueError, r"tokens must have shape \[B, 5, 7\], got \[3, 4, 7\]"),
         ({"tokens": torch.zeros(2, 5, 7)}, ValueError, r"events\['click'\] must be of the 2 samples of tokens, got 3"),
+        ({"tokens": None}, TypeError, "tokens must be a torch.Tensor, got NoneType"),
+        ({"tokens": dense(5, 7).double()}, ValueError, "tokens must have values of .* got torch.float64"),
+        ({"tokens": dense(5, 7).to("meta")}, ValueError, "tokens must be on the module's device cpu, got meta"),
+        ({"events": None}, TypeError, "events must be a mapping by event type, got NoneType"),
+        ({"events": [history()]}, TypeError, "events must be a mapping by event type, got list"),
+        (
+            {"events": {**events(), "clik": history()}},
+            ValueError,
+            r"events must be for the towers \['click', 'impression'\] alone, got event type 'clik'",
+        ),
+        (
+            {"timestamps": {"clik": torch.arange(7)}},
+            ValueError,
+            r"timestamps must be for the towers \['click', 'impression'\] alone, got event type 'clik'",
+        ),
+        ({"timestamps": [torch.arange(7)]}, TypeError, "timestamps must be a mapping by event type, got list"),
+        ({"timestamps": torch.arange(7)}, TypeError, "timestamps must be a mapping by event type, got Tensor"),
         ({"events": {"click": history()}}, ValueError, r"events must have event type 'impression', got \['click'\]"),
         (
             {"events": {**events(), "click": dense(4, 12)}},
@@ -366,11 +397,11 @@ def test_autocast_is_no_way_for_float64(name):
     build, inputs = MODULES[name]
     double, (x, *others) = build().double(), inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        for module, values in ((build(), x.values().double()), (double, x.values())):
+        doubled = [other.double() for other in others]
+        for module, values, rest in ((build(), x.values().double(), others), (double, x.values(), doubled)):
             with pytest.raises(ValueError, match=r"(x|query|history) must have values .*float64.* one of the two.$"):
-                module(jagged(values, LENGTHS), *others)
-        others = [other.double() for other in others]
-        assert flat(double(jagged(x.values().double(), LENGTHS), *others))[0].dtype == torch.float64
+                module(jagged(values, LENGTHS), *rest)
+        assert flat(double(jagged(x.values().double(), LENGTHS), *doubled))[0].dtype == torch.float64
 
 
 def test_stacked_wukong_layers_compile_with_gradients_in_the_order_that_the_compiler_expects():
