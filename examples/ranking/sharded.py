@@ -11,7 +11,7 @@ whatever their distribution over ranks.
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -39,16 +39,18 @@ from tqdm import tqdm
 from jagged_attn.modules import JaggedMultiHeadAttention, JaggedTargetAttention
 from jagged_attn.pipeline import AttentionCall, JaggedBatch, LayoutStage
 
+from .checkpoints import adamw_pattern, read_checkpoint, require_epochs, require_generators, require_like
 from .errors import InputError
 from .model import RankingModel
 from .outputs import write_atomically
 from .requests import FEATURES, Batch, Dataset, Hide, Requests, Schema, make_batch
-from .training import TrainConfig, identity, read_checkpoint
+from .training import TrainConfig, identity
 
 Sharding = Literal["table_wise", "row_wise", "column_wise"]
 SHARDINGS: tuple[Sharding, ...] = ("table_wise", "row_wise", "column_wise")
 ADAGRAD_EPS = 1e-8
 _KEYS = {"run", "model", "dense_optimizer", "fused_optimizer", "epochs", "rng"}
+_COLUMNS = ("epoch", "train_loss", "ne", "seconds")
 _TASK = "click"
 
 
@@ -261,9 +263,10 @@ class ShardedTrainer:
         """Go on from a file that ``save`` wrote, which every rank reads.
 
         Raises:
-            InputError: the file is missing or damaged, or is of a run with other data or another configuration.
+            InputError: on all ranks, if for one of them the file is missing or damaged, or is of a run with other data
+                or another configuration, or of other code. Nothing of it has been taken over.
         """
-        state = read_checkpoint(path, _KEYS, self._identity())
+        state = self._read(path)
         # Sharded modules take their parts out of whole tables by themselves.
         self.model.load_state_dict(state["model"])
         for name, sharded in self._fused_state().items():
@@ -278,6 +281,35 @@ class ShardedTrainer:
         if self.device.type == "cuda" and rng["cuda"] is not None:
             torch.cuda.set_rng_state(rng["cuda"], self.device)
         self._set_learning_rates(len(self.epochs) / max(self.config.epochs, 1))
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        fault = None
+        try:
+            state = read_checkpoint(path, _KEYS, self._identity())
+            self._check(path, state)
+        except InputError as error:
+            fault = str(error)
+        faults: list[str | None] = [None] * self.world_size
+        # A rank that stopped alone would leave the others waiting, and perhaps the line unsaid.
+        dist.all_gather_object(faults, fault, group=self._host_group)
+        for fault in filter(None, faults):
+            raise InputError(fault)
+        return state
+
+    def _check(self, path: Path, state: dict[str, Any]) -> None:
+        theirs, fused = state["fused_optimizer"], _patterns(self._fused_state())
+        if isinstance(theirs, dict):  # of which a rank knows the states of its own tables only
+            theirs = {name: theirs.get(name) for name in fused}
+        pattern = {
+            "model": _patterns(self.model.state_dict()),
+            "fused_optimizer": fused,
+            "dense_optimizer": adamw_pattern(self.dense),
+            "rng": [{"cpu": ..., "cuda": ...}] * self.world_size,
+        }
+        require_like(path, {**state, "fused_optimizer": theirs}, pattern)
+        require_generators(path, **state["rng"][self.rank], device=self.device)
+        require_epochs(path, state["epochs"], self.config.epochs, _COLUMNS)
 
     def _rng_state(self) -> dict[str, Tensor | None]:
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
@@ -308,6 +340,18 @@ def _pieces(x: Tensor | ShardedTensor) -> _Pieces:
         (_place(piece.metadata.shard_offsets, piece.metadata.shard_sizes), piece.tensor.detach().cpu())
         for piece in x.local_shards()
     ]
+
+
+def _patterns(tensors: Mapping[str, Tensor | ShardedTensor]) -> dict[str, Tensor]:
+    """Tensors like the whole ones, without storage."""
+    patterns = {}
+    for name, x in tensors.items():
+        if isinstance(x, ShardedTensor):
+            shape, dtype = x.metadata().size, x.metadata().tensor_properties.dtype
+        else:
+            shape, dtype = x.shape, x.dtype
+        patterns[name] = torch.empty(shape, dtype=dtype, device="meta")
+    return patterns
 
 
 def _whole(ranks: list[dict[str, _Pieces]]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from .checkpoints import adamw_pattern, read_checkpoint, require_epochs, require_generators, require_like
 from .errors import InputError
 from .metrics import Metrics, evaluate
 from .model import ModelConfig, Pooling, RankingModel
@@ -18,6 +19,7 @@ from .outputs import write_atomically
 from .requests import Batch, Dataset, Hide, Requests, make_batch
 
 _KEYS = {"run", "model", "optimizer", "schedule", "epochs", "rng", "cuda_rng"}
+_COLUMNS = ("epoch", "train_loss", "ne", "auc", "seconds")
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,11 @@ class Trainer:
         """Go on from a file that ``save`` wrote.
 
         Raises:
-            InputError: the file is missing or damaged, or is of a run with other data or another configuration.
+            InputError: the file is missing or damaged, or is of a run with other data or another configuration, or of
+                other code. Nothing of it has been taken over.
         """
         state = read_checkpoint(path, _KEYS, identity(self.dataset, self.config))
+        self._check(path, state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
@@ -153,6 +157,16 @@ class Trainer:
         torch.set_rng_state(state["rng"])
         if self.device.type == "cuda" and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], self.device)
+
+    def _check(self, path: Path, state: dict[str, Any]) -> None:
+        pattern = {
+            "model": self.model.state_dict(),
+            "optimizer": adamw_pattern(self.optimizer),
+            "schedule": self.schedule.state_dict(),
+        }
+        require_like(path, state, pattern)
+        require_generators(path, state["rng"], state["cuda_rng"], self.device)
+        require_epochs(path, state["epochs"], self.config.epochs, _COLUMNS)
 
 
 def identity(dataset: Dataset, config: TrainConfig) -> dict[str, Any]:
@@ -175,31 +189,3 @@ def _optimizer(model: RankingModel, config: TrainConfig) -> torch.optim.Optimize
         {"params": list(model.embedding.parameters()), "lr": config.learning_rate * config.embedding_boost},
     ]
     return torch.optim.AdamW(groups, weight_decay=config.weight_decay)
-
-
-def read_checkpoint(path: Path, keys: set[str], run: dict[str, Any]) -> dict[str, Any]:
-    """What ``torch.save`` wrote for such a run.
-
-    Args:
-        path: of the file.
-        keys: what it must hold, ``"run"`` among them.
-        run: the ``identity`` that it must have.
-
-    Raises:
-        InputError: the file is missing or damaged, or is of another program or run.
-    """
-    if not path.is_file():
-        raise InputError(f"{path}: there is no such checkpoint.")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        is_ours = keys <= state.keys()
-    # A damaged file can fail anywhere in unpickling, with almost any error.
-    except Exception as error:
-        raise InputError(f"{path}: is not a readable checkpoint ({type(error).__name__}).") from error
-    if not is_ours:
-        raise InputError(f"{path}: is not a checkpoint of this program.")
-    for name, mine in run.items():
-        theirs = state["run"].get(name)
-        if theirs != mine:
-            raise InputError(f"{path}: is of a run with {name} = {theirs}, this one has {name} = {mine}.")
-    return state
