@@ -11,7 +11,6 @@ The package loads where PyTorch is, without this library, TorchRec or fbgemm (``
 Weights are random here; a trained ``RankingModel`` or ``Kunlun`` goes through the same functions.
 """
 
-import argparse
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ with warnings.catch_warnings():
     from ranking.requests import Schema
     from torchrec import JaggedTensor
 
+from jagged_attn.bench.arguments import Parser, output_file
 from jagged_attn.bench.kunlun_steps import SCENARIOS, Ranker, Scenario, make_batch
 from jagged_attn.export import decompose
 
@@ -142,9 +142,9 @@ def largest_error(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="export_models", description=__doc__.split("\n")[0])
+    parser = Parser(prog="export_models", description=__doc__.split("\n")[0])
     parser.add_argument("model", choices=["ranking", "kunlun"])
-    parser.add_argument("--out", type=Path, required=True, help="the package, PATH.pt2")
+    parser.add_argument("--out", type=output_file(".pt2"), required=True, help="the package, PATH.pt2")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     if options.model == "ranking":

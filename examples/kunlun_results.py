@@ -18,8 +18,11 @@ import torch
 from kunlun.model import count_parameters
 from kunlun.synthetic import generate
 from kunlun.training import TrainConfig, Trainer
+from ranking.errors import InputError
 from ranking.outputs import read_csv, write_atomically, write_csv
 from ranking.provenance import provenance
+
+from jagged_attn.bench.arguments import Parser, device_here, seed_number
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "kunlun" / "results"
@@ -100,18 +103,22 @@ def report() -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="kunlun_results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["train", "report"])
     parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--seeds", type=seed_number, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device", type=device_here, default="cpu")
     options = parser.parse_args(arguments)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    if options.what == "report":
-        return 0 if report() else 1
-    torch.set_num_threads(1)  # as train_kunlun.py does by default
-    for model in options.model:
-        train(model, options.seeds, options.device)
+    try:
+        if options.what == "report":
+            return 0 if report() else 1
+        torch.set_num_threads(1)  # as train_kunlun.py does by default
+        for model in options.model:
+            train(model, options.seeds, options.device)
+    except (InputError, OSError) as error:
+        print(f"kunlun_results: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

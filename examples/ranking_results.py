@@ -21,30 +21,54 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from ranking import sources
+from ranking.errors import InputError
 from ranking.outputs import read_csv, write_csv
 from ranking.provenance import provenance
 from ranking.recipes import DATA, POOLINGS, grid, recipe
-from ranking.summary import Row, insert, markdown, plot, tuned, verdicts
+from ranking.summary import Row, around_results, insert, markdown, plot, tuned, verdicts
 from ranking.training import TrainConfig, Trainer
+
+from jagged_attn.bench.arguments import Parser, device_here, output_folder, seed_number, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 TUNING_SEED = 1000  # no seed of the results
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="ranking_results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="run the tuning grid instead")
     parser.add_argument("--keep", action="store_true", help="do not repeat the runs that the CSV has")
     parser.add_argument("--data", choices=DATA, nargs="+", default=list(DATA))
     parser.add_argument("--pooling", choices=POOLINGS, nargs="+", default=list(POOLINGS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--requests", type=int, help="size of the synthetic log")
-    parser.add_argument("--out", type=Path, default=ROOT / "examples" / "results", help="folder of the CSV")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of ranking.md and ranking.png")
-    return parser.parse_args(arguments)
+    parser.add_argument("--seeds", type=seed_number, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--device", type=device_here, default="cpu")
+    parser.add_argument("--requests", type=whole(10), help="size of the synthetic log")
+    tables = output_folder(("ranking.csv", "ranking_tuning.csv"))
+    parser.add_argument("--out", type=tables, default=str(ROOT / "examples" / "results"), help="folder of the CSV")
+    parser.add_argument("--docs", default=str(ROOT / "docs"), help="folder of ranking.md and ranking.png")
+    options = parser.parse_args(arguments)
+    if not options.tune:
+        options.docs = parser.convert("--docs", _docs, options.docs)
+    return options
+
+
+def _docs(text: str) -> Path:
+    folder = output_folder(("ranking.md", "ranking.png"))(text)
+    try:
+        around_results(folder / "ranking.md")
+    except (InputError, OSError) as error:
+        raise argparse.ArgumentTypeError(f"must be a folder with a page of results, got {text} ({error})") from None
+    return folder
+
+
+def _kept(table: Path) -> list[Row]:
+    """The rows that are there already."""
+    rows = read_csv(table) if table.is_file() else []
+    for name in ("data", "pooling", "seed", "held_out", "learning_rate", "embedding_boost", "epoch", "ne", "auc"):
+        if any(row.get(name) is None for row in rows):
+            raise InputError(f"--keep needs a table with a column {name}, got {table}.")
+    return rows
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[str, TrainConfig]]:
@@ -83,13 +107,11 @@ def _train(data: str, config: TrainConfig, options: argparse.Namespace) -> list[
     return [{name: str(value) for name, value in {**run, **epoch}.items()} for epoch in figures]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    options = _parse(arguments)
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+def run(options: argparse.Namespace) -> bool:
+    """Train what is asked for, write the results, and say whether they meet the bars."""
     origin = provenance(options.device)
     table = options.out / ("ranking_tuning.csv" if options.tune else "ranking.csv")
-    rows = read_csv(table) if options.keep and table.is_file() else []
+    rows = _kept(table) if options.keep else []
     done = {_key(row) for row in rows}
     for data, config in _runs(options):
         if _key({"data": data, **asdict(config)}) in done:
@@ -106,11 +128,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             "\n".join(f"{' '.join(run)}: learning rate and embedding boost {best}" for run, best in tuned(rows).items())
         )
-        return 0
+        return True
     plot(options.docs / "ranking.png", rows)
     insert(options.docs / "ranking.md", markdown(rows))
     print(markdown(rows))
-    return 0 if all(met for met, _ in verdicts(rows)) else 1
+    return all(met for met, _ in verdicts(rows))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parse(arguments)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    try:
+        return 0 if run(options) else 1
+    except (InputError, OSError) as error:
+        print(f"ranking_results: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

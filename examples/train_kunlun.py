@@ -12,8 +12,6 @@ import argparse
 import logging
 import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import NoReturn
 
 import torch
 from kunlun.model import count_parameters
@@ -23,63 +21,41 @@ from ranking.errors import InputError
 from ranking.outputs import plot_curves, write_csv
 
 from jagged_attn import UnsupportedError
-from jagged_attn.backends import BACKENDS
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+from jagged_attn.bench.arguments import BACKEND_NAMES, Parser, device_here, natural, output_folder, seed_number, whole
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="train_kunlun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="train_kunlun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["kunlun", "ranking"], default="kunlun")
     parser.add_argument("--tiny", action="store_true", help="a small log of a few items, and three epochs")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto", help="what runs the attention")
+    parser.add_argument("--device", type=device_here, default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--backend", choices=BACKEND_NAMES, default="auto", help="what runs the attention")
     # Tensors of this size lose more to sharing than they gain, the more so on a machine that has other work.
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the log")
-    parser.add_argument("--epochs", type=int, help="passes over the training part")
-    parser.add_argument("--requests", type=int, help="size of the log")
-    parser.add_argument("--out", type=Path, default=Path("out/kunlun"), help="output folder")
+    parser.add_argument("--threads", type=natural, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the weights and of the log")
+    parser.add_argument("--epochs", type=natural, help="passes over the training part")
+    parser.add_argument("--requests", type=whole(10), help="size of the log")
+    folder = output_folder(("metrics.csv", "curves.png"))
+    parser.add_argument("--out", type=folder, default="out/kunlun", help="output folder")
     return parser.parse_args(arguments)
 
 
-def _settings(options: argparse.Namespace) -> tuple[LogConfig, TrainConfig, torch.device]:
-    for name in ("epochs", "requests", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name} must be at least 1, got {value}.")
-    if options.seed < 0:
-        raise InputError(f"--seed must not be negative, got {options.seed}.")
-    try:
-        device = torch.device(options.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # a CPU build of torch asserts that it has CUDA
-        raise InputError(f"--device {options.device}: is not available here.") from error
-    try:
-        log = LogConfig()
-        if options.tiny:
-            log = replace(log, num_requests=3_000, num_items=8, num_categories=4, max_events=32)
-            log = replace(log, median_clicks=8.0, median_impressions=5.0)
-        if options.requests is not None:
-            log = replace(log, num_requests=options.requests)
-    except ValueError as error:
-        raise InputError(f"--requests: {error}") from error
-    config = TrainConfig(model=options.model, seed=options.seed)
+def _settings(options: argparse.Namespace) -> tuple[LogConfig, TrainConfig]:
+    log, config = LogConfig(), TrainConfig(model=options.model, seed=options.seed)
     if options.tiny:
+        log = replace(log, num_requests=3_000, num_items=8, num_categories=4, max_events=32)
+        log = replace(log, median_clicks=8.0, median_impressions=5.0)
         config = replace(config, epochs=3, batch_size=128)
-    return log, config if options.epochs is None else replace(config, epochs=options.epochs), device
+    if options.requests is not None:
+        log = replace(log, num_requests=options.requests)
+    return log, config if options.epochs is None else replace(config, epochs=options.epochs)
 
 
 def run(options: argparse.Namespace) -> None:
     """Generate, train, and write the results."""
-    log_config, config, device = _settings(options)
+    log_config, config = _settings(options)
     torch.set_num_threads(options.threads)
-    trainer = Trainer(generate(options.seed, log_config), config, device, options.backend)
+    trainer = Trainer(generate(options.seed, log_config), config, options.device, options.backend)
     bayes = trainer.bayes
     print(
         f"{len(trainer.train)} requests to learn from, {len(trainer.held_out)} held out, base rate "

@@ -19,7 +19,6 @@ import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,53 +33,50 @@ with warnings.catch_warnings():
     from ranking.sharded import SHARDINGS, ShardedTrainer
 
 from jagged_attn import UnsupportedError
-from jagged_attn.backends import BACKENDS
+from jagged_attn.bench.arguments import (
+    BACKEND_NAMES,
+    Parser,
+    has_gpu_for_each_process,
+    natural,
+    output_folder,
+    positive,
+    seed_number,
+)
 
 # Row-wise Adagrad wants larger steps than the tuned AdamW of the recipes.
 DENSE_RATE, TABLE_RATE = 4e-3, 0.1
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="train_pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="train_pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = output_folder(("metrics.csv", "checkpoint.pt"))
     parser.add_argument("--data", choices=DATA, default="synthetic")
     parser.add_argument("--backend-comm", choices=["gloo", "nccl"], default="gloo", help="gloo: CPUs; nccl: GPUs")
     parser.add_argument("--sharding", choices=SHARDINGS, default="table_wise", help="how tables are cut")
-    parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto", help="what runs the attention")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of the synthetic log")
-    parser.add_argument("--epochs", type=int, help="passes over the training part (default: the recipe's)")
-    parser.add_argument("--batch-size", type=int, help="requests of all processes together (default: the recipe's)")
-    parser.add_argument("--out", type=Path, help="output folder (default: out/pipeline-DATA-seedN)")
+    parser.add_argument("--backend", choices=BACKEND_NAMES, default="auto", help="what runs the attention")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the weights, and of the synthetic log")
+    parser.add_argument("--epochs", type=natural, help="passes over the training part (default: the recipe's)")
+    parser.add_argument("--batch-size", type=natural, help="requests of all processes together (default: the recipe's)")
+    parser.add_argument("--out", type=folder, help="output folder (default: out/pipeline-DATA-seedN)")
     parser.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="go on from a checkpoint of the same run")
-    parser.add_argument("--requests", type=int, help="size of the synthetic log")
+    parser.add_argument("--requests", type=natural, help="size of the synthetic log")
     parser.add_argument("--movielens-file", type=Path, help="ratings file (default: the one that recbole ships)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds to wait for another process")
-    return parser.parse_args(arguments)
+    parser.add_argument("--timeout", type=positive, default=300, help="seconds to wait for another process")
+    options = parser.parse_args(arguments)
+    if options.backend_comm == "nccl" and not has_gpu_for_each_process():
+        parser.error("--backend-comm must be gloo where there is not a GPU for each process, got nccl")
+    if options.out is None:
+        options.out = parser.convert("--out", folder, f"out/pipeline-{options.data}-seed{options.seed}")
+    return options
 
 
 def _device(communication: str) -> torch.device:
     """The device of this process, which torchrun numbered."""
     if communication == "gloo":
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if not dist.is_nccl_available() or local >= torch.cuda.device_count():
-        raise InputError(f"--backend-comm nccl needs a GPU for each process, got {torch.cuda.device_count()} GPUs.")
-    device = torch.device("cuda", local)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name, least in (("epochs", 1), ("batch_size", 1), ("seed", 0), ("timeout", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}.")
 
 
 def _report_epoch(trainer: ShardedTrainer, out: Path) -> None:
@@ -115,10 +111,12 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
             f"{trainer.world_size} processes on {device.type}, {options.sharding} tables",
             flush=True,
         )
-    out = options.out or Path("out") / f"pipeline-{options.data}-seed{options.seed}"
-    trainer.run(lambda trainer: _report_epoch(trainer, out))
-    if trainer.rank == 0:
-        print(f"wrote {out}/metrics.csv and checkpoint.pt")
+    is_done = len(trainer.epochs) == config.epochs
+    trainer.run(lambda trainer: _report_epoch(trainer, options.out))
+    if trainer.rank == 0 and is_done:
+        print(f"nothing left to train, nothing written: {options.resume} has all epochs ({config.epochs})")
+    elif trainer.rank == 0:
+        print(f"wrote {options.out}/metrics.csv and checkpoint.pt")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,7 +131,6 @@ def main(arguments: list[str] | None = None) -> int:
             raise InputError(
                 "must be started by torchrun: torchrun --standalone --nproc-per-node 2 examples/train_pipeline.py"
             )
-        _check(options)
         device = _device(options.backend_comm)
         dist.init_process_group(options.backend_comm, timeout=timedelta(seconds=options.timeout))
         run(options, device)

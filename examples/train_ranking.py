@@ -19,9 +19,7 @@ import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
-import torch
 from ranking import sources
 from ranking.errors import InputError
 from ranking.metrics import Metrics
@@ -30,39 +28,29 @@ from ranking.recipes import DATA, POOLINGS, recipe
 from ranking.training import Trainer
 
 from jagged_attn import UnsupportedError
-from jagged_attn.backends import BACKENDS
+from jagged_attn.bench.arguments import BACKEND_NAMES, Parser, device_here, natural, output_folder, seed_number
 
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+FILES = ("metrics.csv", "curves.png", "checkpoint.pt")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="train_ranking", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="train_ranking", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = output_folder(FILES)
     parser.add_argument("--data", choices=DATA, default="synthetic")
     parser.add_argument("--pooling", choices=POOLINGS, default="attention", help="mean: the baseline without attention")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--backend", choices=["auto", *BACKENDS], default="auto", help="what runs the attention")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of the synthetic log")
-    parser.add_argument("--epochs", type=int, help="passes over the training part (default: the tuned number)")
-    parser.add_argument("--out", type=Path, help="output folder (default: out/ranking-DATA-POOLING-seedN)")
+    parser.add_argument("--device", type=device_here, default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--backend", choices=BACKEND_NAMES, default="auto", help="what runs the attention")
+    parser.add_argument("--seed", type=seed_number, default=0, help="of the weights, and of the synthetic log")
+    parser.add_argument("--epochs", type=natural, help="passes over the training part (default: the tuned number)")
+    parser.add_argument("--out", type=folder, help="output folder (default: out/ranking-DATA-POOLING-seedN)")
     parser.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="go on from a checkpoint of the same run")
-    parser.add_argument("--requests", type=int, help="size of the synthetic log")
+    parser.add_argument("--requests", type=natural, help="size of the synthetic log")
     parser.add_argument("--movielens-file", type=Path, help="ratings file (default: the one that recbole ships)")
-    return parser.parse_args(arguments)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # a CPU build of torch asserts that it has CUDA
-        reason = str(error).splitlines()[0]
-        raise InputError(f"--device {name}: is not available here ({reason.rstrip('.')}).") from error
-    return device
+    options = parser.parse_args(arguments)
+    if options.out is None:
+        default = f"out/ranking-{options.data}-{options.pooling}-seed{options.seed}"
+        options.out = parser.convert("--out", folder, default)
+    return options
 
 
 def _score(metrics: Metrics) -> str:
@@ -84,16 +72,11 @@ def _report_epoch(trainer: Trainer, out: Path, title: str) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Load, train, and write the results."""
-    device = _device(options.device)
     config = recipe(options.data, options.pooling, options.seed)
     if options.epochs is not None:
-        if options.epochs < 1:
-            raise InputError(f"--epochs must be at least 1, got {options.epochs}.")
         config = replace(config, epochs=options.epochs)
-    if options.seed < 0:
-        raise InputError(f"--seed must not be negative, got {options.seed}.")
     dataset = sources.load(options.data, options.seed, requests=options.requests, path=options.movielens_file)
-    trainer = Trainer(dataset, config, device, options.backend)
+    trainer = Trainer(dataset, config, options.device, options.backend)
     if options.resume is not None:
         trainer.load(options.resume)
     train, held_out, bayes = dataset.train, dataset.held_out, trainer.bayes
@@ -103,10 +86,12 @@ def run(options: argparse.Namespace) -> None:
         + ("" if bayes is None else f"; the true probabilities score {_score(bayes)}"),
         flush=True,
     )
-    out = options.out or Path("out") / f"ranking-{options.data}-{options.pooling}-seed{options.seed}"
+    if len(trainer.epochs) == config.epochs:
+        print(f"nothing left to train, nothing written: {options.resume} has all epochs ({config.epochs})")
+        return
     title = f"{options.data}, {options.pooling}, seed {options.seed}"
-    trainer.run(lambda trainer: _report_epoch(trainer, out, title))
-    print(f"wrote {out}/metrics.csv, curves.png and checkpoint.pt")
+    trainer.run(lambda trainer: _report_epoch(trainer, options.out, title))
+    print(f"wrote {options.out}/metrics.csv, curves.png and checkpoint.pt")
 
 
 def main(arguments: list[str] | None = None) -> int:

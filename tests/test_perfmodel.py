@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import refusal
 
 from jagged_attn import SlidingWindow, bench
 from jagged_attn.bench.problem import BACKWARD, FORWARD, make_problem
@@ -244,21 +245,12 @@ def test_a_wrong_command_line_is_one_line(given, message, tmp_path, monkeypatch,
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "bytes").write_bytes(bytes(range(256)))
-    with pytest.raises(SystemExit) as caught:
-        main(given.split())
-    assert caught.value.code == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
-    assert printed.out == ""
+    assert message in refusal(main, given.split(), capsys)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_measuring_without_a_gpu_is_refused(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["measure"])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "python -m jagged_attn.perfmodel: measure must run on a CUDA GPU, got none.\n"
+    assert "measure must run on a CUDA GPU, got none" in refusal(main, ["measure"], capsys)
 
 
 @pytest.mark.sweep

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
+from .errors import InputError
 from .outputs import write_atomically
 
 Row = dict[str, str]
@@ -108,10 +109,22 @@ def _table_row(rows: list[Row], data: str, pooling: str, runs: list[Row]) -> str
     return f"| {' | '.join(cells)} |"
 
 
+def around_results(page: Path) -> tuple[str, str]:
+    """What stands before and after the two markers in a Markdown page.
+
+    Raises:
+        InputError: the page does not have each of them once, in this order.
+    """
+    before, *rest = page.read_text().split(BEGIN)
+    after = "".join(rest).split(END)
+    if len(rest) != 1 or len(after) != 2 or END in before:
+        raise InputError(f"{page}: must have {BEGIN} and then {END}, each once")
+    return before, after[1]
+
+
 def insert(page: Path, text: str) -> None:
     """Replace what stands between the two markers in a Markdown page."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
+    before, after = around_results(page)
     write_atomically(page, lambda temporary: temporary.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}") and None)
 
 

@@ -63,29 +63,26 @@ seed_number = whole(0, 2**32 - 1)
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
-    number = _finite(text, "a positive number")
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    """A number above 0, up to 1e9."""
+    number = _number(text)
+    if not 0 < number <= 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, up to 1e9, got {text}")
     return number
 
 
 def not_negative(text: str) -> float:
-    """A finite number, 0 or above."""
-    number = _finite(text, "a number of at least 0")
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    """A number from 0 to 1e9."""
+    number = _number(text)
+    if not 0 <= number <= 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1e9, got {text}")
     return number
 
 
-def _finite(text: str, what: str) -> float:
+def _number(text: str) -> float:
     try:
-        number = float(text)
+        return float(text)
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text}")
-    return number
+        return math.nan
 
 
 def device_here(text: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ import pytest
 import ranking_results
 import torch
 import train_ranking
+from commands import refusal
 from ranking import summary
 from ranking.movielens import HEADER
 from ranking.outputs import read_csv
@@ -17,6 +19,7 @@ from ranking.recipes import CHOSEN, DATA, EMBEDDING_BOOSTS, LEARNING_RATES, POOL
 
 EXAMPLES = Path(train_ranking.__file__).parent
 TINY = ["--requests", "300", "--epochs", "2"]
+ONE_EPOCH = ["--requests", "50", "--epochs", "1", "--pooling", "mean"]
 
 
 def test_a_run_writes_metrics_curves_and_checkpoint_and_says_so(
@@ -83,12 +86,17 @@ WRONG = {
     "requests for movielens": (["--data", "movielens", "--requests", "50"], "--requests must not be given"),
     "too few requests": (["--requests", "9"], "--requests must be at least 10, got 9"),
     "no epochs": (["--epochs", "0"], "--epochs must be at least 1, got 0"),
-    "negative seed": (["--seed", "-1"], "--seed must not be negative, got -1"),
-    "unknown device": (["--device", "abacus"], "--device abacus: is not available here"),
-    "absent device": (["--device", "cuda:63"], "--device cuda:63: is not available here"),
+    "negative seed": (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    "unknown device": (["--device", "abacus"], "--device must be cpu or cuda, got abacus"),
+    "absent device": (["--device", "cuda:63"], "--device must be "),
     "missing checkpoint": ([*TINY, "--resume", "{dir}/no.pt"], "no.pt: there is no such checkpoint"),
     "damaged checkpoint": ([*TINY, "--resume", "{dir}/bad.inter"], "bad.inter: is not a readable checkpoint"),
-    "output folder is a file": ([*TINY, "--pooling", "mean", "--out", "{dir}/bad.inter"], "File exists"),
+    "output folder is a file": (
+        ["--out", "{dir}/bad.inter"],
+        "--out must be a folder in which metrics.csv, curves.png, checkpoint.pt can be written, got {dir}/bad.inter",
+    ),
+    "output folder below a file": (["--out", "{dir}/bad.inter/out"], "--out must be a folder in which "),
+    "abbreviation": (["--epoch", "1"], "unrecognized arguments: --epoch"),
 }
 
 
@@ -106,12 +114,80 @@ def test_wrong_input_stops_with_one_line_and_writes_nothing(
     monkeypatch.chdir(bad_files)
     before = sorted(bad_files.rglob("*"))
     arguments, message = WRONG[case]
-    assert train_ranking.main([argument.format(dir=bad_files) for argument in arguments]) == 2
-    error = capsys.readouterr().err
+    error = refusal(train_ranking.main, [argument.format(dir=bad_files) for argument in arguments], capsys)
     assert error.startswith("train_ranking: ")
-    assert message in error
-    assert error.count("\n") == 1
+    assert message.format(dir=bad_files) in error
     assert sorted(bad_files.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run of one epoch."""
+    out = tmp_path_factory.mktemp("trained")
+    assert train_ranking.main([*ONE_EPOCH, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_default_output_folder_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").write_text("a file")
+    assert "got out/ranking-synthetic-mean-seed0 (Not a directory)" in refusal(train_ranking.main, ONE_EPOCH, capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_run_that_is_done_says_that_nothing_was_left(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, out = str(trained / "checkpoint.pt"), tmp_path / "other"
+    assert train_ranking.main([*ONE_EPOCH, "--out", str(out), "--resume", checkpoint]) == 0
+    printed = capsys.readouterr().out
+    assert f"nothing left to train, nothing written: {checkpoint} has all epochs (1)" in printed
+    assert "wrote" not in printed
+    assert not out.exists()
+
+
+def first_moment(state: dict) -> dict:
+    return state["optimizer"]["state"][0]
+
+
+# What is changed in a good checkpoint, and what is said of it.
+FOREIGN: dict[str, tuple[Callable[[dict], object], str]] = {
+    "no run": (lambda s: s.update(run=None), "is not a checkpoint of this program"),
+    "no weights": (lambda s: s.update(model={}), "model must have "),
+    "model is a list": (lambda s: s.update(model=[1, 2]), "model must be a dict, got 2 values"),
+    "another weight": (lambda s: s["model"].update(extra=torch.ones(1)), "model must not have extra"),
+    "another shape": (lambda s: s["model"].update({"norm.weight": torch.ones(3)}), "model.norm.weight must be "),
+    "no optimiser": (lambda s: s.update(optimizer=None), "optimizer must be a dict, got nothing"),
+    "fresh optimiser": (lambda s: s["optimizer"].update(state={}), "optimizer.state must have "),
+    "another moment": (lambda s: first_moment(s).update(exp_avg=torch.ones(2, 2)), "optimizer.state.0.exp_avg must be"),
+    "one group": (lambda s: s["optimizer"]["param_groups"].pop(), "optimizer.param_groups must be 2"),
+    "bare group": (lambda s: s["optimizer"]["param_groups"][0].pop("betas"), "optimizer.param_groups[0] must"),
+    "no schedule": (lambda s: s.update(schedule=None), "schedule must be a dict, got nothing"),
+    "empty schedule": (lambda s: s.update(schedule={}), "schedule must have "),
+    "schedule of words": (lambda s: s["schedule"].update(last_epoch="x"), "schedule.last_epoch must be a number, got"),
+    "no generator": (lambda s: s.update(rng=None), "rng must be a tensor [5056] of torch.uint8, got nothing"),
+    "zeroed generator": (lambda s: s["rng"].zero_(), "rng must be the state of a generator, got other bytes"),
+    "no epochs": (lambda s: s.update(epochs=[]), "epochs must be a list of 1 to 1 rows, got 0 values"),
+    "empty epoch": (lambda s: s.update(epochs=[{}]), "epochs[0] must have "),
+    "other epochs": (lambda s: s["epochs"][0].update(epoch=7), "epochs must be numbered 1 to 1, got [7]"),
+    "too many epochs": (lambda s: s["epochs"].append(s["epochs"][0]), "epochs must be a list of 1 to 1 rows, got 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_checkpoint_of_other_code_is_refused_and_nothing_is_written(
+    case: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, message = FOREIGN[case]
+    state = torch.load(trained / "checkpoint.pt", weights_only=True)
+    damage(state)
+    path, out = tmp_path / "foreign.pt", tmp_path / "out"
+    torch.save(state, path)
+    error = refusal(train_ranking.main, [*ONE_EPOCH, "--resume", str(path), "--out", str(out)], capsys)
+    assert error.startswith(f"train_ranking: {path}: {message}")
+    assert not out.exists()
 
 
 def test_a_backend_that_refuses_stops_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +266,32 @@ def test_results_are_written_with_provenance_table_and_picture(script: ModuleTyp
     assert "old" not in page
     assert "| synthetic | mean | 0, 1 |" in page
     assert (tmp_path / "ranking.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "nosuch"], "--device must be cpu or cuda, got nosuch"),
+        (["--seeds", "-1"], "--seeds must be at least 0, got -1"),
+        (["--requests", "9"], "--requests must be at least 10, got 9"),
+        (["--out", "{dir}/file/x"], "--out must be a folder in which ranking.csv, ranking_tuning.csv can be"),
+        (["--docs", "{dir}"], "--docs must be a folder with a page of results, got {dir} ([Errno 2] No such file"),
+        (["--docs", "{dir}/docs"], "--docs must be a folder with a page of results, got {dir}/docs ("),
+        (["--docs", "{dir}/page", "--out", "{dir}/page", "--keep"], "--keep needs a table with a column data, got "),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_of_the_results_are_refused_before_training(
+    arguments: list[str], message: str, script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for name, text in (("docs", f"{summary.END}{summary.BEGIN}"), ("page", f"{summary.BEGIN}{summary.END}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ranking.md").write_text(text)
+    (tmp_path / "page" / "ranking.csv").write_text("seed\n1\n")
+    before = sorted(tmp_path.rglob("*"))
+    error = refusal(script.main, [argument.format(dir=tmp_path) for argument in arguments], capsys)
+    assert message.format(dir=tmp_path) in error
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_recipes_are_the_best_rows_of_the_tuning_table() -> None:

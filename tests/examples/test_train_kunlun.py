@@ -2,10 +2,13 @@
 
 import csv
 
+import export_models
+import kunlun_results
 import numpy as np
 import pytest
 import torch
 import train_kunlun
+from commands import refusal
 from kunlun.batches import EVENT_KEYS, NUM_GAPS, bucket, make_batch
 from kunlun.model import KunlunConfig, count_parameters, make_model
 from kunlun.synthetic import CONTINUED, DAY, Log, LogConfig, generate
@@ -146,15 +149,47 @@ def test_tiny_command_writes_metrics_and_a_picture(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--epochs", "0"], "--epochs must be at least 1, got 0."),
-        (["--requests", "3"], "num_requests must be at least 10, got 3."),
-        (["--seed", "-1"], "--seed must not be negative, got -1."),
-        (["--device", "abacus"], "--device abacus: is not available here."),
+        (["--requests", "3"], "--requests must be at least 10, got 3."),
+        (["--threads", "99999999999999999999"], "--threads must be at most 2147483647, got 99999999999999999999."),
+        (["--seed", "-1"], "--seed must be at least 0, got -1."),
+        (["--device", "abacus"], "--device must be cpu or cuda, got abacus."),
     ],
 )
 def test_a_wrong_option_is_one_line_and_leaves_nothing(arguments, message, tmp_path, capsys):
     out = tmp_path / "out"
-    assert train_kunlun.main([*arguments, "--out", str(out)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
+    assert message in refusal(train_kunlun.main, [*arguments, "--out", str(out)], capsys)
     assert not out.exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    error = refusal(train_kunlun.main, ["--out", str(tmp_path / "file" / "out")], capsys)
+    assert f"--out must be a folder in which metrics.csv, curves.png can be written, got {tmp_path}/file/out (" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "nosuch"], "--device must be cpu or cuda, got nosuch."),
+        (["--seeds", "0", "-1"], "--seeds must be at least 0, got -1."),
+        (["--model", "other"], "--model: invalid choice: 'other' (choose from "),
+    ],
+)
+def test_wrong_arguments_of_the_results_are_refused(arguments, message, capsys):
+    assert message in refusal(kunlun_results.main, ["train", *arguments], capsys)
+
+
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [
+        ("x.zip", "must be a file that ends with .pt2, got {dir}/x.zip."),
+        ("", "must be a file that ends with .pt2, got {dir}/."),
+        ("folder.pt2", "must be a file that can be written, got {dir}/folder.pt2 (Is a directory)."),
+        ("file/x.pt2", "must be a file that can be written, got {dir}/file/x.pt2 (Not a directory)."),
+    ],
+)
+def test_a_package_that_cannot_be_written_is_refused_before_exporting(out, reason, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.pt2").mkdir()
+    error = refusal(export_models.main, ["kunlun", "--out", f"{tmp_path}/{out}"], capsys)
+    assert error == f"export_models: --out {reason.format(dir=tmp_path)}\n"
