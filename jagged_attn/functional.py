@@ -186,8 +186,8 @@ def _check(
     kind: Kind = "broadcast_q" if layout_q is None else "self" if layout_q.offsets is layout_kv.offsets else "cross"
     # operator.index, unlike int, makes a constant of a symbolic size under torch.compile(dynamic=True).
     heads = (index(q.shape[1]), index(k.shape[1]), index(q.shape[2]), index(v.shape[2]))
-    scale = heads[2] ** -0.5 if scale is None else validation.check_scale("scale", scale)
-    out_scale = validation.check_scale("out_scale", out_scale)
+    scale = heads[2] ** -0.5 if scale is None else validation.check_number("scale", scale)
+    out_scale = validation.check_number("out_scale", out_scale)
     if not isinstance(activation, str):
         names = normalize_activation(activation, heads[0])
         activation = names[0] if len(names) == 1 else names

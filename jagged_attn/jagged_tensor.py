@@ -148,6 +148,15 @@ def layout_of(x: Jagged) -> JaggedLayout:
     return JaggedLayout(_offsets(x))
 
 
+def num_sequences_of(x: Jagged) -> int:
+    """B of a jagged tensor, without the offsets that ``layout_of`` would compute from lengths."""
+    if not _is_nested(x) and x.offsets_or_none() is None:  # type: ignore[union-attr]
+        lengths = x.lengths_or_none()  # type: ignore[union-attr]
+        if lengths is not None:
+            return lengths.numel()
+    return JaggedLayout(_offsets(x)).num_sequences
+
+
 def _offsets(x: Any) -> Tensor:
     if _is_nested(x):
         return x.offsets()

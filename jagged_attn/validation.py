@@ -74,12 +74,15 @@ def check_layouts(q: Tensor, k: Tensor, layout_q: JaggedLayout | None, layout_kv
         raise ValueError(f"mask must not be {mask} unless keys have the queries' layout (leave out layout_kv).")
 
 
-def check_scale(name: str, scale: float) -> float:
-    """``scale`` as a finite float."""
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"{name} must be a float, got {type(scale).__name__}.")
+def check_number(name: str, number: float) -> float:
+    """``number`` as a finite float."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(number).__name__}.")
     # Under torch.compile(dynamic=True) a number is a symbol; __float__ makes it the constant that it is to us.
-    number = float(scale).__float__()
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}.")
-    return number
+    try:
+        as_float = float(number).__float__()
+    except OverflowError:
+        raise ValueError(f"{name} must be finite as a float, got an int that is too large for one.") from None
+    if not math.isfinite(as_float):
+        raise ValueError(f"{name} must be finite, got {as_float}.")
+    return as_float

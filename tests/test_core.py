@@ -332,6 +332,8 @@ class TestErrors:
             ({"activation": ("gelu", "relu")}, "activation must have one name for each of the 3 heads, got 2 names"),
             ({"scale": float("nan")}, "scale must be finite, got nan"),
             ({"out_scale": float("inf")}, "out_scale must be finite, got inf"),
+            ({"scale": 10**400}, "scale must be finite as a float, got an int that is too large"),
+            ({"out_scale": -(10**400)}, "out_scale must be finite as a float, got an int that is too large"),
             ({"activation": "gelu", "return_lse": True}, "return_lse must be False unless every head is a softmax"),
             ({"activation": ("gelu", "softmax", "softmax"), "return_lse": True}, "return_lse must be False"),
             ({"backend": "cuda"}, "backend must be one of auto, .*got 'cuda'"),

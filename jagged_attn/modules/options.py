@@ -36,7 +36,7 @@ class AttentionOptions:
             raise TypeError(f"mask must be Full(), Causal(), SlidingWindow(...) or BlockDiagonal(...), got {mask!r}.")
         names = normalize_activation(activation, num_heads)
         dispatch.check_name(backend)
-        scale = None if scale is None else validation.check_scale("scale", scale)
+        scale = None if scale is None else validation.check_number("scale", scale)
         return cls(mask, names[0] if len(names) == 1 else names, scale, backend)
 
     def keywords(self) -> dict[str, Any]:

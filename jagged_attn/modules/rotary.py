@@ -1,15 +1,15 @@
 """Rotary embedding of positions and time gaps (ROTE) over packed rows, and the self-attention that uses it."""
 
-import math
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..functional import jagged_attention
-from ..jagged_tensor import Jagged, is_jagged, layout_of, with_values
+from ..jagged_tensor import Jagged, check_jagged, is_jagged, layout_of, num_sequences_of, with_values
 from ..layout import row_bounds
 from ..masks import Full, Mask
+from ..validation import check_number
 from .options import AttentionOptions, Heads
 from .projections import InProjection, OutProjection
 
@@ -41,7 +41,7 @@ class RotaryTemporalEmbedding(nn.Module):
             default is ours.
 
     Raises:
-        TypeError: ``head_dim`` is not an int.
+        TypeError: ``head_dim`` is not an int, or ``base`` or ``time_scale`` not a number.
         ValueError: ``head_dim`` is not a positive even number (or multiple of 4), ``base`` or ``time_scale`` is not a
             positive number, or ``gap`` or ``combine`` is not known.
 
@@ -73,10 +73,11 @@ class RotaryTemporalEmbedding(nn.Module):
         divisor = 4 if combine == "split" else 2
         if head_dim < 1 or head_dim % divisor:
             raise ValueError(f"head_dim must be a positive multiple of {divisor}, got {head_dim}.")
-        for name, number in (("base", base), ("time_scale", time_scale)):
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name} must be a positive number, got {number}.")
-        self.head_dim, self.base, self.time_scale = head_dim, base, time_scale
+        self.head_dim, self.base, self.time_scale = (
+            head_dim,
+            _positive("base", base),
+            _positive("time_scale", time_scale),
+        )
         self.gap: Gap = gap
         self.combine: Combine = combine
 
@@ -85,17 +86,18 @@ class RotaryTemporalEmbedding(nn.Module):
 
         Args:
             x: a jagged tensor; its layout counts, and its values' dtype and device.
-            timestamps: ``[T]``, one a row of ``x``, int32, int64, float32 or float64, ascending in each sequence; or a
-                jagged tensor of such values. Differences are taken in their own dtype: give integers or float64 for
-                seconds since 1970.
+            timestamps: ``[T]``, one a row of ``x``, int32, int64, float32 or float64, finite and ascending in each
+                sequence; or a jagged tensor of such values in the layout of ``x``. Differences are taken in their own
+                dtype: give integers or float64 for seconds since 1970.
 
         Returns:
             ``[2, T, D/2]``, fp32 (float64 for float64 values).
 
         Raises:
             TypeError: ``x`` is not jagged, or the timestamps are not a tensor.
-            ValueError: the timestamps' shape, dtype or device is wrong. On a CPU also when they descend in a sequence;
-                on other devices, where looking would wait, a negative gap counts as 0 (``validate_timestamps_sync``).
+            ValueError: the timestamps' shape, dtype, device or number of sequences is wrong. On a CPU also when they
+                are not finite, descend in a sequence or have other offsets than ``x``; on other devices looking would
+                wait (``validate_timestamps_sync`` does), and a negative gap counts as 0.
         """
         return _rotation(x, timestamps, self.head_dim, self.base, self.time_scale, self.gap, self.combine)
 
@@ -107,11 +109,36 @@ class RotaryTemporalEmbedding(nn.Module):
         )
 
 
-def validate_timestamps_sync(x: Jagged, timestamps: Tensor) -> None:
-    """Raise ``ValueError`` if timestamps ``[T]`` descend within a sequence of ``x``; waits for the device."""
-    starts, ends = _bounds_of_rows(x, timestamps.shape[0])
-    follows = torch.arange(timestamps.shape[0], device=timestamps.device)
-    follows = ((follows > starts) & (follows < ends))[1:]
+def _positive(name: str, number: float) -> float:
+    number = check_number(name, number)
+    if number <= 0:
+        raise ValueError(f"{name} must be a positive number, got {number}.")
+    return number
+
+
+def validate_timestamps_sync(x: Jagged, timestamps: Jagged | Tensor) -> None:
+    """Check what ``RotaryTemporalEmbedding`` wants of timestamps, their values included; waits for the device.
+
+    Args:
+        x: a jagged tensor.
+        timestamps: as for ``RotaryTemporalEmbedding``.
+
+    Raises:
+        TypeError: ``x`` is not jagged, or the timestamps are not a tensor.
+        ValueError: the timestamps' shape, dtype, device or layout is wrong, or they are not finite or descend within a
+            sequence.
+    """
+    check_jagged("x", x)
+    timestamps = _timestamps(timestamps, x, may_read=True)
+    _check_values(timestamps, *_bounds_of_rows(x, timestamps.shape[0]))
+
+
+def _check_values(timestamps: Tensor, starts: Tensor, ends: Tensor) -> None:
+    if not timestamps.isfinite().all():
+        row = int((~timestamps.isfinite()).nonzero()[0])
+        raise ValueError(f"timestamps must be finite, got {timestamps[row].item()} in row {row}.")
+    index = torch.arange(timestamps.shape[0], device=timestamps.device)
+    follows = ((index > starts) & (index < ends))[1:]
     late = (follows & (timestamps[1:] < timestamps[:-1])).nonzero()
     if late.numel():
         row = int(late[0]) + 1
@@ -125,6 +152,7 @@ def validate_timestamps_sync(x: Jagged, timestamps: Tensor) -> None:
 def _rotation(
     x: Any, timestamps: Any, head_dim: int, base: float, time_scale: float, gap: Gap, combine: Combine
 ) -> Tensor:
+    check_jagged("x", x)
     values = x.values()
     rows, device = values.shape[0], values.device
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
@@ -135,8 +163,11 @@ def _rotation(
     if timestamps is None:
         angle = position[:, None] * frequency
     else:
-        gaps = _gaps(x, _timestamps(timestamps, values), starts, ends, gap).to(dtype)
-        tau = torch.log1p(gaps / time_scale)
+        may_read = device.type == "cpu" and not torch.compiler.is_compiling()
+        timestamps = _timestamps(timestamps, x, may_read)
+        if may_read:
+            _check_values(timestamps, starts, ends)
+        tau = torch.log1p(_gaps(timestamps, starts, ends, gap).to(dtype) / time_scale)
         if combine == "sum":
             angle = (position + tau)[:, None] * frequency
         else:
@@ -158,8 +189,11 @@ def _bounds_of_rows(x: Jagged, rows: int) -> tuple[Tensor, Tensor]:
     return torch.cat([starts, rest])[sequence], torch.cat([ends, ends.new_full((1,), rows)])[sequence]
 
 
-def _timestamps(timestamps: Any, values: Tensor) -> Tensor:
+def _timestamps(timestamps: Any, x: Any, may_read: bool) -> Tensor:
+    """``[T]``, checked, but for its values; the offsets of jagged ones are compared with those of x if ``may_read``."""
+    values = x.values()
     if is_jagged(timestamps):
+        _check_layout(timestamps, x, may_read)
         timestamps = timestamps.values()
     if not isinstance(timestamps, Tensor):
         raise TypeError(f"timestamps must be a tensor or a torchrec.JaggedTensor, got {type(timestamps).__name__}.")
@@ -174,10 +208,28 @@ def _timestamps(timestamps: Any, values: Tensor) -> Tensor:
     return timestamps
 
 
-def _gaps(x: Any, timestamps: Tensor, starts: Tensor, ends: Tensor, gap: Gap) -> Tensor:
+def _check_layout(timestamps: Any, x: Any, may_read: bool) -> None:
+    is_nested = isinstance(timestamps, Tensor)  # [B, *], which check_jagged takes for rows without columns
+    if not is_nested:
+        check_jagged("timestamps", timestamps)
+    expected, given = num_sequences_of(x), num_sequences_of(timestamps)
+    if given != expected:
+        raise ValueError(f"timestamps must have the {expected} sequences of x, got {given}.")
+    device = x.values().device
+    if not may_read or timestamps.values().device != device:
+        return
+    offsets = timestamps.offsets() if is_nested else layout_of(timestamps).offsets
+    other = (offsets != layout_of(x).offsets).nonzero()
+    if other.numel():
+        b = int(other[0])
+        raise ValueError(
+            f"timestamps must have the offsets of x, got offsets[{b}] = {int(offsets[b])} in place of "
+            f"{int(layout_of(x).offsets[b])}."
+        )
+
+
+def _gaps(timestamps: Tensor, starts: Tensor, ends: Tensor, gap: Gap) -> Tensor:
     """``[T]``, at least 0, in the dtype of the timestamps."""
-    if timestamps.device.type == "cpu" and not torch.compiler.is_compiling():
-        validate_timestamps_sync(x, timestamps)
     if gap == "to_last":
         other, first = ends - 1, timestamps
         return (timestamps[other] - first).clamp_min(0)
@@ -188,18 +240,44 @@ def _gaps(x: Any, timestamps: Tensor, starts: Tensor, ends: Tensor, gap: Gap) ->
 def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
     """Turn each pair of columns ``(j, j + D/2)`` of every head by the row's angle ``θ_tj``.
 
-    ``(a, b) → (a cos θ - b sin θ, a sin θ + b cos θ)``, computed in the dtype of ``rotation``.
+    ``(a, b) → (a cos θ - b sin θ, a sin θ + b cos θ)``, computed in the dtype of ``rotation``. Usable in a module that
+    ``torch.fx`` traces.
 
     Args:
-        heads: ``[T, H, D]``.
+        heads: ``[T, H, D]``, D even.
         rotation: ``[2, T, D/2]``, from ``RotaryTemporalEmbedding``.
 
     Returns:
         ``[T, H, D]`` in the dtype of ``heads``.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: a shape or device is wrong, D is odd, or ``rotation`` is not floating.
     """
+    return _rotate(heads, rotation)
+
+
+@torch.fx.wrap
+def _rotate(heads: Tensor, rotation: Tensor) -> Tensor:
+    _check_rotation(heads, rotation)
     cos, sin = rotation.unsqueeze(2).unbind(0)
     a, b = heads.to(rotation.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(heads.dtype)
+
+
+def _check_rotation(heads: Any, rotation: Any) -> None:
+    for name, x in (("heads", heads), ("rotation", rotation)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be floating, got {x.dtype}.")
+    if heads.dim() != 3 or heads.shape[2] % 2:
+        raise ValueError(f"heads must have shape [T, H, D] with an even D, got {list(heads.shape)}.")
+    rows, _, dim = heads.shape
+    if rotation.shape != (2, rows, dim // 2):
+        raise ValueError(f"rotation must have shape [2, {rows}, {dim // 2}], got {list(rotation.shape)}.")
+    if rotation.device != heads.device:
+        raise ValueError(f"rotation must be on the device of heads, {heads.device}, got {rotation.device}.")
 
 
 class TemporalSelfAttention(nn.Module):
@@ -270,10 +348,15 @@ class TemporalSelfAttention(nn.Module):
 
         Args:
             x: TorchRec ``JaggedTensor`` or jagged nested tensor, values ``[T, E]``.
-            rotation: ``[2, T, D/2]``; None: no rotation.
+            rotation: ``[2, T, D/2]``, for an even D; None: no rotation.
 
         Returns:
             A jagged tensor of the type of ``x``, values ``[T, E]``, with its offsets, lengths and weights.
+
+        Raises:
+            TypeError: ``x`` is not jagged, or ``rotation`` is not a tensor.
+            ValueError: a shape, dtype or device is wrong, or D is odd and there is a rotation.
+            UnsupportedError: no backend, or not the one named, runs such a call.
         """
         qkv = self.in_proj(x)
         out = _attend(qkv[0], qkv[1], qkv[2], x, rotation, self.rotate_values, self.options)
@@ -290,10 +373,6 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, x: Any, rotation: Tensor | None, rotate_values: bool, options: AttentionOptions
 ) -> Tensor:
     if rotation is not None:
-        if rotation.shape != (2, q.shape[0], q.shape[2] // 2):
-            raise ValueError(
-                f"rotation must have shape [2, {q.shape[0]}, {q.shape[2] // 2}], got {list(rotation.shape)}."
-            )
         q, k = rotate(q, rotation), rotate(k, rotation)
         v = rotate(v, rotation) if rotate_values else v
     return jagged_attention(q, k, v, layout_of(x), **options.keywords()).flatten(-2)

@@ -19,7 +19,7 @@ from jagged_attn.modules.kunlun_blocks import (
     WeightGeneration,
 )
 from jagged_attn.modules.kunlun_config import EventTowerConfig, InteractionConfig, SubBlocks
-from jagged_attn.modules.rotary import RotaryTemporalEmbedding, TemporalSelfAttention, validate_timestamps_sync
+from jagged_attn.modules.rotary import RotaryTemporalEmbedding, TemporalSelfAttention, rotate, validate_timestamps_sync
 from jagged_attn.modules.seed_pooling import HierarchicalSeedPooling, SeedPooling, SumKronLinear
 from jagged_attn.modules.wukong import TokenLinear, WukongExperts, WukongLayer
 
@@ -236,6 +236,109 @@ def test_unsorted_timestamps_are_refused_with_the_row(gap):
         validate_timestamps_sync(x, torch.tensor([5, 9, 1, 8, 3]))
 
 
+NAN, INF = float("nan"), float("inf")
+ROWS = jagged(torch.zeros(5, 4), torch.tensor([2, 0, 3]))
+
+
+@pytest.mark.parametrize(
+    "check", [RotaryTemporalEmbedding(4), RotaryTemporalEmbedding(4, gap="to_last"), validate_timestamps_sync]
+)
+@pytest.mark.parametrize(
+    ("timestamps", "error", "message"),
+    [
+        (torch.tensor([1, NAN, 1, 2, 3]), ValueError, "timestamps must be finite, got nan in row 1"),
+        (torch.tensor([NAN, 1, 1, 2, 3]), ValueError, "timestamps must be finite, got nan in row 0"),
+        (torch.tensor([1, 1, 1, 2, INF]), ValueError, "timestamps must be finite, got inf in row 4"),
+        (torch.tensor([1, 2]), ValueError, r"timestamps must have shape \[5\], one a row of x, got \[2\]"),
+        ([1, 2], TypeError, "timestamps must be a tensor or a torchrec.JaggedTensor, got list"),
+        (
+            JaggedTensor(torch.arange(5), lengths=torch.tensor([4, 1])),
+            ValueError,
+            "timestamps must have the 3 sequences of x, got 2",
+        ),
+        (
+            JaggedTensor(torch.arange(5), lengths=torch.tensor([1, 1, 3])),
+            ValueError,
+            r"timestamps must have the offsets of x, got offsets\[1\] = 1 in place of 2",
+        ),
+        (
+            torch.nested.nested_tensor_from_jagged(torch.arange(5), offsets=torch.tensor([0, 1, 5])),
+            ValueError,
+            "timestamps must have the 3 sequences of x, got 2",
+        ),
+        (
+            JaggedTensor(torch.arange(5), lengths=torch.tensor([1, 1, 3]).to("meta")),
+            ValueError,
+            "timestamps must have its lengths on the device of its values",
+        ),
+    ],
+)
+def test_timestamps_that_do_not_fit_are_refused_by_name(check, timestamps, error, message):
+    with pytest.raises(error, match=message):
+        check(ROWS, timestamps)
+
+
+def test_a_single_nan_is_seen():
+    with pytest.raises(ValueError, match="timestamps must be finite, got nan in row 0"):
+        RotaryTemporalEmbedding(4)(jagged(torch.zeros(1, 4), torch.tensor([1])), torch.tensor([NAN]))
+
+
+def test_jagged_timestamps_give_what_their_values_give():
+    rotary, seconds = RotaryTemporalEmbedding(4), torch.tensor([5, 9, 1, 1, 2])
+    expected = rotary(ROWS, seconds)
+    for timestamps in (
+        JaggedTensor(seconds, lengths=torch.tensor([2, 0, 3], dtype=torch.int32)),
+        JaggedTensor(seconds, offsets=torch.tensor([0, 2, 2, 5])),
+        torch.nested.nested_tensor_from_jagged(seconds, offsets=torch.tensor([0, 2, 2, 5])),
+    ):
+        validate_timestamps_sync(ROWS, timestamps)
+        assert torch.equal(rotary(ROWS, timestamps), expected)
+
+
+@pytest.mark.parametrize("check", [RotaryTemporalEmbedding(4), validate_timestamps_sync])
+@pytest.mark.parametrize("x", [None, torch.zeros(5, 4), [1]])
+def test_rotation_wants_a_jagged_tensor(check, x):
+    with pytest.raises(TypeError, match=f"x must be a torchrec.JaggedTensor, got {type(x).__name__}"):
+        check(x, torch.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("heads", "rotation", "error", "message"),
+    [
+        (torch.zeros(7, 3, 3), ROTATION, ValueError, r"heads must have shape .* with an even D, got \[7, 3, 3\]"),
+        (torch.zeros(7, 4), ROTATION, ValueError, r"heads must have shape .* with an even D, got \[7, 4\]"),
+        (torch.zeros(7, 3, 4), ROTATION[:, :1], ValueError, r"rotation must have shape \[2, 7, 2\], got \[2, 1, 2\]"),
+        (torch.zeros(7, 3, 4), ROTATION.int(), ValueError, "rotation must be floating, got torch.int32"),
+        (torch.zeros(7, 3, 4), ROTATION.to("meta"), ValueError, "rotation must be on the device of heads, cpu, got me"),
+        (torch.zeros(7, 3, 4), "r", TypeError, "rotation must be a torch.Tensor, got str"),
+        ([1.0], ROTATION, TypeError, "heads must be a torch.Tensor, got list"),
+    ],
+)
+def test_what_cannot_be_rotated_is_refused_by_name(heads, rotation, error, message):
+    with pytest.raises(error, match=message):
+        rotate(heads, rotation)
+    if isinstance(heads, Tensor) and heads.dim() == 3:
+        width = heads[0].numel()
+        with pytest.raises(error, match=message):
+            TemporalSelfAttention(width, 3)(history(width), rotation)
+
+
+def test_an_odd_head_dim_attends_without_rotation():
+    assert TemporalSelfAttention(9, 3)(history(9)).values().shape == (7, 9)
+
+
+class Rotating(nn.Module):
+    def forward(self, heads: Tensor, rotation: Tensor) -> Tensor:
+        return rotate(heads, rotation)
+
+
+def test_rotate_may_be_called_in_a_traced_model():
+    traced, heads = torch.fx.symbolic_trace(Rotating()), torch.randn(7, 3, 4)
+    assert torch.equal(traced(heads, ROTATION), rotate(heads, ROTATION))
+    with pytest.raises(ValueError, match="heads must have shape"):
+        traced(heads[..., :3], ROTATION)
+
+
 def tower(**changes: object) -> EventTowerConfig:
     return EventTowerConfig(
         **{"embed_dim": 12, "num_heads": 3, "num_tokens": 2, "num_layers": 2, "window": 3, **changes}
@@ -274,6 +377,10 @@ def tower(**changes: object) -> EventTowerConfig:
             ValueError,
             "time_scale must be a positive number, got 0.0",
         ),
+        (lambda: RotaryTemporalEmbedding(4, base="x"), TypeError, "base must be a float, got str"),
+        (lambda: RotaryTemporalEmbedding(4, base=INF), ValueError, "base must be finite, got inf"),
+        (lambda: RotaryTemporalEmbedding(4, time_scale=10**400), ValueError, "time_scale must be finite as a float"),
+        (lambda: PersonalizedFeedForward(12, 3, 4, scale=10**400), ValueError, "scale must be finite as a float"),
         (lambda: Kunlun(5, 7, {}), ValueError, "towers must hold at least one event type"),
         *(
             (
