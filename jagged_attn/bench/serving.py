@@ -10,7 +10,9 @@ the order of their arrival, at most so many. Two things are measured of each con
   prepared on the host while the device computes the one before; for each ``--batch``, of which the best one counts;
 - latency: requests arrive at random (Poisson) at ``--rate``, the same moments for all contestants; a request's latency
   runs from its arrival to its scores on the host. Arrivals are moments of a simulated clock, which moves by the
-  measured time of each batch: the server, when it is done, takes what has arrived, oldest first.
+  measured time of each batch: the server, when it is done, takes what has arrived, oldest first. Which requests meet in
+  a batch thus depends on measured times, and a size of one is compiled for by itself: batches of all sizes are scored
+  before, and a pass during which something was compiled does not count.
 
 Both begin with ids on the host and end with scores on the host: packing or padding and copies count. A contestant has
 no figure unless its scores are right: on the first requests no further from the padded model in float64 than twice
@@ -53,6 +55,8 @@ from .serving_model import Form, PaddedScorer, Request, Scorer, Sizes, make_requ
 _NAMES = ("padded_sdpa", "jagged", "padded_sdpa+compile", "jagged+compile")
 # Requests of the check in float64.
 _CHECKED = 8
+# Passes over the stream, at most, to find one during which nothing is compiled.
+_PASSES = 4
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,38 @@ def latencies(
     return waited
 
 
+def warm_up(server: Server, requests: Sequence[Request], size: int) -> None:
+    """Score batches of every size; of one request those that a compiler tells apart, with one event or candidate."""
+    alone = {(len(request.history) == 1, len(request.candidates) == 1): request for request in requests}
+    for batch in [*([request] for request in alone.values()), *(requests[:n] for n in range(2, size + 1))]:
+        server.start(batch)()
+
+
+def settled_latencies(
+    server: Server, requests: Sequence[Request], arrivals: Sequence[float], size: int, on_batch: Callable[[int], Any]
+) -> list[float]:
+    """``latencies`` of a pass during which nothing was compiled.
+
+    Raises:
+        RuntimeError: something was compiled during each of several passes.
+    """
+    warm_up(server, requests, size)
+    latencies(server, requests, arrivals, size, on_batch)  # batches of these sizes for the first time
+    for _ in range(_PASSES):
+        before = _compilations()
+        waited = latencies(server, requests, arrivals, size, on_batch)
+        if _compilations() == before:
+            return waited
+    raise RuntimeError(f"something was compiled during each of {_PASSES} passes that latencies were taken of")
+
+
+def _compilations() -> int:
+    """How many graphs this process has compiled."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def make_arrivals(count: int, rate: float, seed: int) -> list[float]:
     """Moments of a Poisson process."""
     gaps = torch.empty(count, dtype=torch.float64).exponential_(rate, generator=torch.Generator().manual_seed(seed))
@@ -207,6 +243,7 @@ def measure(name: str, options: argparse.Namespace, on_batch: Callable[[int], An
 
     Raises:
         ValueError: its scores are wrong.
+        RuntimeError: it is compiled anew in every pass.
     """
     device, sizes = options.device, sizes_of(options)
     requests = make_requests(sizes, options.seed)
@@ -232,8 +269,7 @@ def measure(name: str, options: argparse.Namespace, on_batch: Callable[[int], An
     seconds, size = best
     rate = options.rate or len(requests) / seconds / 2
     arrivals = make_arrivals(len(requests), rate, options.seed)
-    latencies(server, requests, arrivals, size, on_batch)  # batches of these sizes for the first time
-    waited = torch.tensor(latencies(server, requests, arrivals, size, on_batch), dtype=torch.float64) * 1e3
+    waited = torch.tensor(settled_latencies(server, requests, arrivals, size, on_batch), dtype=torch.float64) * 1e3
     p50, p99 = torch.quantile(waited, torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
     return Figure(name, size, candidates / seconds, len(requests) / seconds, rate, p50, p99, error)
 
@@ -259,7 +295,7 @@ def _progress(name: str, options: argparse.Namespace) -> Iterator[Callable[[int]
     with suppress(ImportError):
         from tqdm import tqdm
 
-        passes = len(options.batch) * (1 + options.repeats) + 2
+        passes = len(options.batch) * (1 + options.repeats) + 2  # and more where something is compiled
         # disable=None: no bar where the output is not a terminal.
         total = passes * sizes_of(options).requests
         bar = tqdm(total=total, desc=name, unit="request", leave=False, disable=None)

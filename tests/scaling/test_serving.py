@@ -1,7 +1,9 @@
 """The serving benchmark: both models give the same scores, waiting is counted, and what is wrong gets no figure."""
 
 import csv
+import functools
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,66 @@ def test_a_request_waits_for_the_batches_before_its_own(monkeypatch: pytest.Monk
     waited = serving.latencies(server, requests()[:5], [0.0, 0.1, 0.2, 0.9, 5.0], 2, lambda count: None)
     assert server.batches == [1, 2, 1, 1]
     assert waited == pytest.approx([1.0, 1.9, 1.8, 2.1, 1.0])
+
+
+def pairs_and_singles() -> list[list[Request]]:
+    """What a server may meet in a pass of latencies."""
+    both = requests()
+    return [[request] for request in both] + [both[i : i + n] for n in (2, 3) for i in range(len(both) - n)]
+
+
+@pytest.mark.parametrize("name", ["jagged+compile", "padded_sdpa+compile"])
+def test_whatever_batches_come_after_warming_up_nothing_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What is traced and guarded does not depend on the compiler behind.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    server = Server(name, scorer(), CPU)
+    score = server.start
+    score(requests()[:5])()
+    serving.warm_up(server, requests(), 3)
+    before = serving._compilations()
+    assert before > 0
+    for batch in pairs_and_singles():
+        score(batch)()
+    assert serving._compilations() == before
+    torch._dynamo.reset()
+
+
+class Compiles:
+    """A server that compiles something in its first batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def start(self, batch: list[Request]) -> object:
+        from torch._dynamo.utils import counters
+
+        if self.left:
+            self.left -= 1
+            counters["stats"]["unique_graphs"] += 1
+            time.sleep(0.02)
+        return lambda: None
+
+
+def test_a_pass_during_which_something_was_compiled_does_not_count() -> None:
+    stream, arrivals = requests()[:4], [0.0, 1.0, 2.0, 3.0]
+    # Two batches and as many single ones as differ before, four batches a pass: the third pass compiles one more.
+    warm = 1 + len({(len(r.history) == 1, len(r.candidates) == 1) for r in stream})
+    waited = serving.settled_latencies(Compiles(warm + 2 * 4 + 1), stream, arrivals, 2, lambda count: None)
+    assert len(waited) == 4
+    assert max(waited) < 0.02
+    with pytest.raises(RuntimeError, match="something was compiled during each of 4 passes"):
+        serving.settled_latencies(Compiles(1000), stream, arrivals, 2, lambda count: None)
+
+
+def test_a_contestant_that_is_always_compiled_anew_has_no_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving, "sizes_of", lambda options: SIZES)
+    monkeypatch.setattr(serving, "_compilations", itertools.count().__next__)
+    command = ["--device", "cpu", "--limit", "0", "--batch", "2", "--repeats", "1", "--contestants", "jagged"]
+    assert serving.main(command) == 1
+    assert "no figure: RuntimeError: something was compiled during each of 4 passes" in capsys.readouterr().out
 
 
 def test_arrivals_ascend_at_the_rate() -> None:
