@@ -1,104 +1,45 @@
 """Teeth: every standard fault in the Blackwell backward is reported, or is shown to be harmless."""
 
 import functools
-import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-from unittest import mock
 
 import pytest
 import test_blackwell_backward as keys_stay
 import test_blackwell_broadcast_q as queries_stay
-import torch
+from replay import Replay, capture
 
 from jagged_attn.backends._jit.rings import open_slot, publish
 from jagged_attn.backends.tlx_blackwell.backward import backward_kv
 from jagged_attn.backends.tlx_blackwell.backward_pair import backward_pair
 from jagged_attn.schedule.blackwell_backward import TWO_CTAS, BackwardConfig
-from jagged_attn.testing.emulator import Schedule, hunt, launches
-from jagged_attn.testing.emulator.checking import KernelCase
-from jagged_attn.testing.emulator.errors import EmulatorError, Verdict
+from jagged_attn.testing.emulator import Schedule, hunt
+from jagged_attn.testing.emulator.errors import Verdict
 from jagged_attn.testing.emulator.faults import standard_mutants
 from jagged_attn.testing.emulator.mutants import Mutant, Site, argument, drop
-from jagged_attn.testing.emulator.rewrite import Program
-from jagged_attn.testing.emulator.run import Launch, Report, emulate
 
-_SECONDS = 120
-
-
-def _out_of_time(*_: Any) -> None:
-    raise EmulatorError(Verdict.DEADLOCK, f"no end after {_SECONDS} s")
-
-
-@dataclass
-class _Replay(KernelCase):
-    """One launch of the kernel, as the host made it, as often as wanted; the results of the first are the references.
-
-    Args:
-        once: outputs of which every element is written once.
-        before: what the arguments held before the launch.
-    """
-
-    once: Sequence[str] = ()
-    before: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def check(self, schedule: Schedule, program: Program | None = None) -> Report:
-        for name, value in self.before.items():
-            self.result(name).copy_(value)
-        launch = replace(self.launch, schedule=schedule, outputs=tuple(self.once), scratch=("slots",))
-        # A role that does nothing for ever takes no step that the emulator could count.
-        signal.signal(signal.SIGALRM, _out_of_time)
-        signal.alarm(_SECONDS)
-        try:
-            report = emulate(self.kernel, self.grid, self.arguments, launch, program)
-        finally:
-            signal.alarm(0)
-        if self.references and not self.error() <= 1:
-            raise EmulatorError(Verdict.VALUE, f"{self.error():.3g} times the tolerance")
-        return report
-
-
-def _capture(run: Callable[[], Any], once: Sequence[str]) -> _Replay:
-    """The launch of the kernel that ``run`` makes."""
-    found: list[_Replay] = []
-
-    def record(kernel: Any, grid: Any, arguments: Any, launch: Launch, *_: Any) -> Report:
-        if kernel not in (backward_kv, backward_pair):
-            return emulate(kernel, grid, arguments, launch)
-        case = _Replay(kernel, grid, dict(arguments), {}, {}, launch, once)
-        tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) or hasattr(x, "base")]
-        case.before = {name: case.result(name).clone() for name in tensors}
-        report = case.check(launch.schedule)
-        case.references = {name: case.result(name).clone() for name in ("desc_dq", "desc_dk", "desc_dv")}
-        case.tolerances = dict.fromkeys(case.references, 0.01)
-        found.append(case)
-        return report
-
-    with mock.patch.object(launches, "emulate", record):
-        run()
-    return found[0]
+_KERNELS = (backward_kv, backward_pair)
+_capture = functools.partial(capture, kernels=_KERNELS, references=("desc_dq", "desc_dk", "desc_dv"))
 
 
 def _keys(
     config: BackwardConfig, dim: int = 64, deterministic: bool = False, lengths: tuple[int, ...] = (257, 5)
-) -> _Replay:  # fmt: skip
+) -> Replay:  # fmt: skip
     case = keys_stay.Case(lengths, dim=dim, deterministic=deterministic)
     processors = 2 * config.ctas if deterministic else config.ctas
     found = _capture(
-        lambda: keys_stay.run(case, Schedule("random", 0), None, processors, config), ("desc_dk", "desc_dv")
+        lambda: keys_stay.run(case, Schedule("random", 0), None, processors, config), once=("desc_dk", "desc_dv")
     )  # fmt: skip
     if deterministic:
         found.tolerances = dict.fromkeys(found.references, 1e-12)
     return found
 
 
-def _queries(config: BackwardConfig, dim: int = 64) -> _Replay:
+def _queries(config: BackwardConfig, dim: int = 64) -> Replay:
     case = queries_stay.problem(40, (257, 5, 130) if dim == 64 else (129,), tail=3, dim=dim)
-    return _capture(lambda: case.run(config=config, ctas=1, outputs=()), ("desc_dq", "desc_dk", "desc_dv"))
+    return _capture(lambda: case.run(config=config, ctas=1, outputs=()), once=("desc_dq", "desc_dk", "desc_dv"))
 
 
-CASES: dict[str, Callable[[], _Replay]] = {
+CASES: dict[str, Callable[[], Replay]] = {
     "keys stay, early": functools.partial(_keys, BackwardConfig(2, 2, 2, "first", "none")),
     "queries stay, early": functools.partial(_queries, BackwardConfig(1, 2, 2, "first", "none")),
     "queries stay": functools.partial(_queries, BackwardConfig(1, 1, 2, "last", "dk")),

@@ -1,0 +1,109 @@
+"""Teeth: every standard fault in the Hopper kernels is reported, or is shown to be harmless."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import pytest
+import test_hopper_backward as keys_stay
+import test_hopper_broadcast_q as queries_stay
+import test_hopper_forward as forwards
+from replay import Replay, capture
+
+from jagged_attn.backends._jit.rings import open_slot, publish
+from jagged_attn.backends.tlx_hopper import launch_backward
+from jagged_attn.backends.tlx_hopper.backward import backward_kv
+from jagged_attn.backends.tlx_hopper.backward_broadcast_q import backward_64, backward_128
+from jagged_attn.backends.tlx_hopper.backward_queries import backward_q
+from jagged_attn.backends.tlx_hopper.forward import forward
+from jagged_attn.testing.emulator import Schedule, hunt
+from jagged_attn.testing.emulator.faults import standard_mutants
+from jagged_attn.testing.emulator.mutants import Mutant
+
+_SCHEDULE = Schedule("random", 0)
+_OUT = ("desc_o", "lse")
+
+
+def _forward(**call) -> Replay:
+    with pytest.MonkeyPatch.context() as patch:
+        return capture(
+            lambda: forwards.check(_SCHEDULE, monkeypatch=patch, **call), (forward,), references=_OUT, once=_OUT
+        )
+
+
+def _backward(lengths, sums="", kernel=backward_kv, processors=2, **facts) -> Replay:
+    case = keys_stay.Case(lengths, **facts)
+    keys = ("desc_dk", "desc_dv")
+    once = keys if kernel is backward_kv else ("desc_dq",)
+    references = (*keys, *(["dq_out"] if sums else [])) if kernel is backward_kv else once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_backward, "SUMS", sums)
+        return capture(
+            lambda: keys_stay._run(case, _SCHEDULE, processors=processors), (kernel,), references=references, once=once
+        )
+
+
+def _broadcast_q(num_queries) -> Replay:
+    case = queries_stay.problem(num_queries, queries_stay.SHORT, tail=3)
+    outputs = ("desc_dk", "desc_dv", "desc_parts")
+    kernels = (backward_64, backward_128)
+    return capture(lambda: case.run(ctas=1, chunk=8, outputs=()), kernels, references=outputs, once=outputs)
+
+
+# By the kernel whose mutants they are for.
+CASES: dict[str, dict[str, Callable[[], Replay]]] = {
+    "forward": {
+        "self": lambda: _forward(lengths_q=(257, 5, 64, 130), processors=2),
+        "one CTA": lambda: _forward(lengths_q=(300, 1), heads=(1, 1), processors=1),
+        "broadcast-Q": lambda: _forward(
+            kind="broadcast_q", num_queries=100, lengths_q=(300, 5, 600), lengths_kv=(300, 5, 600), processors=1
+        ),
+    },
+    "backward": {
+        "sums": lambda: _backward((257, 5, 64, 130)),
+        "sums inside": lambda: _backward((257, 5, 64, 130), "jobs,ahead"),
+        "element-wise": lambda: _backward((200, 5), activation="silu", dim=128),
+        "without sums": lambda: _backward((257, 5), deterministic=True),
+    },
+    "queries": {"deterministic": lambda: _backward((257, 5), kernel=backward_q, deterministic=True)},
+    "broadcast-Q, 64": {"40": lambda: _broadcast_q(40), "20": lambda: _broadcast_q(20)},
+    "broadcast-Q, 128": {"100": lambda: _broadcast_q(100)},
+}
+_case = functools.cache(lambda kernel, name: CASES[kernel][name]())
+_KERNELS = {
+    "forward": (forward, publish, open_slot), "backward": (backward_kv,), "queries": (backward_q,),
+    "broadcast-Q, 64": (backward_64,), "broadcast-Q, 128": (backward_128,),
+}  # fmt: skip
+MUTANTS = [(name, mutant) for name, kernels in _KERNELS.items() for k in kernels for mutant in standard_mutants(k)]
+
+# Mutants that change nothing, with the reason.
+_IMPLIED = "a group that has stored a tile's dS is done with the dQ of the tile before: see docs/performance-log.md"
+_ONE_ACTOR = "it is for the threads of a task, which in the emulator is one actor"
+EQUIVALENT = {
+    "backward | wait dropped | _gradients: barrier_wait(ds_empty) #0": _IMPLIED,
+    "backward | wait dropped | _gradients: barrier_wait(ds_empty) #1": _IMPLIED,
+    "backward | arrival too early | _gradients: barrier_arrive(ds_empty) #1": _IMPLIED,
+    "backward | arrival too early | _gradients: barrier_arrive(keys_empty) #0": "two arrivals change places",
+    "backward | arrival too early | _gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
+    "broadcast-Q, 64 | named barrier dropped | _take_turns: named_barrier_wait() #0": _ONE_ACTOR,
+    "broadcast-Q, 64 | named barrier dropped | _store: named_barrier_wait(name) #0": _ONE_ACTOR,
+    "broadcast-Q, 128 | named barrier dropped | _take_halves: named_barrier_wait() #4": _ONE_ACTOR,
+}
+
+
+def _survives(kernel: str, mutant: Mutant, seeds: Sequence[int]) -> bool:
+    """Whether no case of the kernel reports the mutant."""
+    return not any(hunt(_case(kernel, name), mutant, seeds).reported for name in CASES[kernel])
+
+
+@pytest.mark.parametrize(("kernel", "mutant"), MUTANTS[::61], ids=lambda x: getattr(x, "name", x))
+def test_some_mutants_are_found(kernel, mutant):
+    assert _survives(kernel, mutant, range(4)) == (f"{kernel} | {mutant.name}" in EQUIVALENT)
+
+
+@pytest.mark.slow
+def test_every_mutant_is_found_or_harmless():
+    """The score is printed with -s."""
+    survivors = [f"{kernel} | {mutant.name}" for kernel, mutant in MUTANTS if _survives(kernel, mutant, range(8))]
+    print(f"{len(MUTANTS) - len(survivors)} of {len(MUTANTS)} mutants reported; survivors:")
+    print("\n".join(survivors))
+    assert set(survivors) == set(EQUIVALENT)
