@@ -163,8 +163,10 @@ def _attend(
     else:
         q, k, v, decision = _decide(q, k, v, layout_q, layout_kv, *options)
     tables, static, spec = decision
-    if return_lse and static.activation != SOFTMAX:
-        raise ValueError(f"return_lse must be False unless every head is a softmax, got activation={activation!r}.")
+    if return_lse is not False:
+        validation.check_flags(return_lse=return_lse)
+        if static.activation != SOFTMAX:
+            raise ValueError(f"return_lse must be False unless every head is a softmax, got activation={activation!r}.")
     if is_compiling:
         out, lse = torch.ops.jagged_attn.attention(q, k, v, offsets_q, offsets_kv, tables, *static)
     else:
@@ -191,7 +193,8 @@ def _check(
     if not isinstance(activation, str):
         names = normalize_activation(activation, heads[0])
         activation = names[0] if len(names) == 1 else names
-    deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+    validation.check_flags(deterministic=deterministic)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     return q, k, v, (kind, q.dtype, heads, mask.code, activation, scale, out_scale, deterministic)
 
 
@@ -213,7 +216,7 @@ def _recall(
     q: Tensor, k: Tensor, v: Tensor, layout_q: JaggedLayout | None, layout_kv: JaggedLayout, options: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, _Decision]:
     """What ``_decide`` says of such a call on these offsets: a look into a table in place of all its checks."""
-    _, _, scale, out_scale, _, _ = options
+    _, _, scale, out_scale, deterministic, _ = options
     cast_dtype = autocast_dtype(q)
     key = (
         layout_q is None,
@@ -222,7 +225,7 @@ def _recall(
         cast_dtype,
         torch.are_deterministic_algorithms_enabled(),
         # 1, 1.0 and True are one key otherwise.
-        type(scale), type(out_scale), options,
+        type(scale), type(out_scale), type(deterministic), options,
     )  # fmt: skip
     offsets_kv = layout_kv.offsets
     other = offsets_kv if layout_q is None else layout_q.offsets

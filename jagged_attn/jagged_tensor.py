@@ -187,8 +187,8 @@ def with_values(x: J, values: Tensor) -> J:
         A jagged tensor of the type of ``x``.
 
     Raises:
-        TypeError: ``x`` is not jagged.
-        ValueError: ``values`` has another number of rows.
+        TypeError: ``x`` is not jagged, or ``values`` is not a tensor.
+        ValueError: ``values`` has another number of rows or is on another device.
 
     Example:
         >>> from torchrec import JaggedTensor
@@ -204,11 +204,21 @@ def with_values(x: J, values: Tensor) -> J:
 @torch.fx.wrap
 def _with_values(x: Any, values: Tensor) -> Any:
     check_jagged("x", x)
+    _check_values(values)
     if values.shape[0] != x.values().shape[0]:
         raise ValueError(f"values must have the {x.values().shape[0]} rows of x, got {values.shape[0]}.")
+    if values.device != x.values().device:
+        raise ValueError(f"values must be on the device of x, {x.values().device}, got {values.device}.")
     if _is_nested(x):
         return torch.nested.nested_tensor_from_jagged(values, offsets=_offsets(x))
     return type(x)(values=values, weights=x.weights_or_none(), lengths=x.lengths_or_none(), offsets=_offsets(x))
+
+
+def _check_values(values: object) -> None:
+    if not isinstance(values, Tensor):
+        raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}.")
+    if not values.dim():
+        raise ValueError("values must have shape [T, ...], got [].")
 
 
 def to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTensorLike:
@@ -222,13 +232,15 @@ def to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTen
 
     Raises:
         ImportError: TorchRec, or the fbgemm that it needs, is missing or broken.
-        TypeError, ValueError: ``layout`` is neither a layout nor valid offsets.
+        TypeError: ``values`` is not a tensor, or ``layout`` neither a layout nor a tensor.
+        ValueError: ``values`` has no dimension, or ``layout`` is not valid as offsets.
     """
     return _to_jagged_tensor(values, layout)
 
 
 @torch.fx.wrap
 def _to_jagged_tensor(values: Tensor, layout: JaggedLayout | Tensor) -> JaggedTensorLike:
+    _check_values(values)
     if not isinstance(layout, JaggedLayout):
         layout = JaggedLayout(layout)
     return _jagged_tensor_class()(values=values, offsets=layout.offsets)

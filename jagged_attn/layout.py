@@ -54,6 +54,10 @@ class JaggedLayout:
 
         Args:
             lengths: ``[B]``, int32 or int64, non-negative. The offsets take its dtype and device.
+
+        Raises:
+            TypeError: ``lengths`` is not a tensor.
+            ValueError: it is not one-dimensional, or neither int32 nor int64.
         """
         if not isinstance(lengths, Tensor):
             raise TypeError(f"lengths must be a torch.Tensor, got {type(lengths).__name__}.")
@@ -65,8 +69,15 @@ class JaggedLayout:
 
     @classmethod
     def uniform(cls, num_sequences: int, length: int, device: torch.device | str | None = None) -> "JaggedLayout":
-        """The layout of ``num_sequences`` sequences of ``length`` rows each, as int64 offsets on ``device``."""
+        """The layout of ``num_sequences`` sequences of ``length`` rows each, as int64 offsets on ``device``.
+
+        Raises:
+            TypeError: one of the two is not an int.
+            ValueError: one of the two is negative.
+        """
         for name, value in (("num_sequences", num_sequences), ("length", length)):
+            if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a non-negative int, got {value!r}.")
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}.")
         return cls(torch.arange(num_sequences + 1, device=device) * length)

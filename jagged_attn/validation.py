@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layout import JaggedLayout
-from .masks import BlockDiagonal, Mask
+from .masks import BlockDiagonal, Full, Mask, SlidingWindow
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -56,8 +56,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_layouts(q: Tensor, k: Tensor, layout_q: JaggedLayout | None, layout_kv: JaggedLayout, mask: Mask) -> None:
     """Check the layouts against the tensors, each other and the mask; ``layout_q`` is None for broadcast-Q."""
-    if not isinstance(mask, Mask) or type(mask) is Mask:
-        raise TypeError(f"mask must be Full(), Causal(), SlidingWindow(...) or BlockDiagonal(...), got {mask!r}.")
+    check_mask("mask", mask)
     is_self = layout_q is not None and layout_q.offsets is layout_kv.offsets
     for name, layout in (("layout_q", layout_q), ("layout_kv", layout_kv)):
         if layout is not None and layout.offsets.device != q.device:
@@ -72,6 +71,19 @@ def check_layouts(q: Tensor, k: Tensor, layout_q: JaggedLayout | None, layout_kv
         )
     if isinstance(mask, BlockDiagonal) and not is_self:
         raise ValueError(f"mask must not be {mask} unless keys have the queries' layout (leave out layout_kv).")
+
+
+def check_mask(name: str, mask: object) -> None:
+    """Raise ``TypeError`` unless ``mask`` is of one of the kinds that there are."""
+    if not isinstance(mask, (Full, SlidingWindow, BlockDiagonal)):
+        raise TypeError(f"{name} must be Full(), Causal(), SlidingWindow(...) or BlockDiagonal(...), got {mask!r}.")
+
+
+def check_flags(**flags: bool) -> None:
+    """Raise ``TypeError`` unless each is True or False: of other objects almost all count as true, ``"no"`` too."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be True or False, got {flag!r}.")
 
 
 def check_number(name: str, number: float) -> float:

@@ -43,6 +43,19 @@ class TestLayout:
         assert ja.JaggedLayout.uniform(0, 4).num_sequences == 0
         assert ja.JaggedLayout.uniform(3, 0).offsets.tolist() == [0, 0, 0, 0]
 
+    @pytest.mark.parametrize(
+        ("sizes", "error", "words"),
+        [
+            (("3", 2), TypeError, "num_sequences must be a non-negative int, got '3'"),
+            ((True, 2), TypeError, "num_sequences must be a non-negative int, got True"),
+            ((2, 1.5), TypeError, "length must be a non-negative int, got 1.5"),
+            ((2, -1), ValueError, "length must not be negative, got -1"),
+        ],
+    )
+    def test_uniform_wants_two_sizes(self, sizes: tuple[int, int], error: type, words: str) -> None:
+        with pytest.raises(error, match=words):
+            ja.JaggedLayout.uniform(*sizes)
+
     def test_offsets_with_gaps_are_copied(self) -> None:
         layout = ja.JaggedLayout(torch.tensor([0, 9, 2, 9, 5, 9])[::2])
         assert layout.offsets.tolist() == [0, 2, 5]
@@ -280,6 +293,10 @@ class TestActivations:
         assert len(ACTIVATIONS) == len(set(ACTIVATIONS))
 
 
+class OwnMask(ja.Mask):
+    """A mask that no backend knows."""
+
+
 class TestErrors:
     """Each names the argument, what it must be, and what it got."""
 
@@ -300,6 +317,11 @@ class TestErrors:
             ({"activation": 3}, "activation must be a name or a tuple of names"),
             ({"scale": "1"}, "scale must be a float, got str"),
             ({"backend": None}, "backend must be a string, got NoneType"),
+            ({"deterministic": "no"}, "deterministic must be True or False, got 'no'"),
+            ({"deterministic": None}, "deterministic must be True or False, got None"),
+            ({"return_lse": "False"}, "return_lse must be True or False, got 'False'"),
+            ({"return_lse": 0}, "return_lse must be True or False, got 0"),
+            ({"mask": OwnMask()}, "mask must be Full"),
         ]:
             with pytest.raises(TypeError, match=words):
                 ja.jagged_attention(q, k, v, LAYOUT, **options)
@@ -358,10 +380,11 @@ class TestRememberedCalls:
             ({"scale": 1.0, "out_scale": True}, "out_scale must be a float, got bool"),
             ({"scale": [1.0]}, "scale must be a float, got list"),
             ({"scale": 1.0, "mask": {}}, "mask must be Full"),
+            ({"scale": 1.0, "deterministic": 1}, "deterministic must be True or False, got 1"),
             ({"scale": 1.0, "activation": {}}, "activation must be a name or a tuple of names, one a head, got {}"),
         ]:
             with pytest.raises(TypeError, match=words) as caught:
-                ja.jagged_attention(q, k, v, LAYOUT, deterministic=True, **options)
+                ja.jagged_attention(q, k, v, LAYOUT, **{"deterministic": True, **options})
             assert caught.value.__context__ is None
         wide = torch.randn(5, 3, 16)[..., ::2]
         for args, words in [

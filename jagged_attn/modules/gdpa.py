@@ -11,6 +11,7 @@ from ..functional import jagged_attention
 from ..jagged_tensor import Jagged, layout_of, with_values
 from ..layout import uniform_like
 from ..masks import Full
+from ..validation import check_flags, check_number
 from .options import AttentionOptions, Heads, check_sizes
 from .projections import Projection
 from .rows import rows_of, tokens_of
@@ -104,7 +105,7 @@ class PersonalizedFeedForward(nn.Module):
         norm, out_norm: ``nn.LayerNorm`` and ``nn.RMSNorm``, without weights unless ``norm_weights``.
 
     Raises:
-        TypeError: a size is not an int, or an activation is of the wrong kind.
+        TypeError: a size is not an int, a flag not a bool, or an activation or number of the wrong kind.
         ValueError: a size is not positive, H does not divide E, an activation is not known or is a softmax.
 
     Numerics: the attention accumulates in fp32; the norms run in the dtype of the rows. A sample without rows adds
@@ -138,6 +139,8 @@ class PersonalizedFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(embed_dim=embed_dim, num_heads=num_heads)
+        check_flags(norm_weights=norm_weights)
+        check_number("eps", eps)
         self.embed_dim = embed_dim
         self.options = AttentionOptions.checked(num_heads, _FULL, activation, scale, backend)
         check_elementwise(self.options)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..jagged_tensor import Jagged, check_jagged, layout_of
+from ..validation import check_flags
 from .kunlun_blocks import KunlunInteractionBlock, KunlunTransformerBlock
 from .kunlun_config import (
     EventTowerConfig,
@@ -118,7 +119,7 @@ class Kunlun(nn.Module):
         plans: by event type, the ``SubBlocks`` of each of its layers.
 
     Raises:
-        TypeError: a size is not an int, or a tower is not an ``EventTowerConfig``.
+        TypeError: a size is not an int, a flag not a bool, or a tower or ``config`` of the wrong kind.
         ValueError: a size is not positive, there is no tower, an event type cannot name a module, or ``pattern`` has
             the wrong length, an unknown kind or a first layer that does not pool.
 
@@ -148,7 +149,10 @@ class Kunlun(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_tokens=num_tokens, embed_dim=embed_dim)
+        check_flags(comp_skip=comp_skip, closing_pool=closing_pool)
         check_towers(towers)
+        if not isinstance(config, InteractionConfig):
+            raise TypeError(f"config must be an InteractionConfig, got {type(config).__name__}.")
         depth = max(tower.num_layers for tower in towers.values())
         pattern = layer_pattern(depth, comp_skip) if pattern is None else tuple(pattern)
         if len(pattern) != depth:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..jagged_tensor import Jagged, with_values
+from ..validation import check_number
 from .gdpa import PersonalizedFeedForward
 from .kunlun_config import EventTowerConfig, InteractionConfig, SubBlocks, check_towers
 from .options import check_sizes
@@ -187,6 +188,7 @@ class KunlunTransformerBlock(nn.Module):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embed_dim = tower.embed_dim
         self.feed_forward = self.attention = self.norm = None
+        check_number("eps", eps)
         if blocks.feed_forward:
             self.feed_forward = PersonalizedFeedForward(
                 tower.embed_dim, tower.num_heads, num_context_tokens, context_dim, num_keys=tower.num_keys,

@@ -7,10 +7,11 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch import nn
 
 from ..masks import Mask, SlidingWindow
+from ..validation import check_flags, check_mask
 from .gdpa import check_elementwise
 from .options import AttentionOptions, Heads, check_sizes
 from .rotary import RotaryTemporalEmbedding
-from .wukong import Partition
+from .wukong import Partition, check_partition
 
 LayerKind = Literal["global", "local", "full"]
 
@@ -50,7 +51,7 @@ class EventTowerConfig:
         rotate_values: see ``TemporalSelfAttention``.
 
     Raises:
-        TypeError: a size is not an int, or the window is neither an int nor a mask.
+        TypeError: a size is not an int, a flag not a bool, or the window neither an int nor a mask.
         ValueError: a size is not positive, H does not divide E_t, the seeds are not more than the tokens, or D does not
             suit the rotation.
 
@@ -81,8 +82,11 @@ class EventTowerConfig:
             object.__setattr__(self, "num_seeds", 8 * self.num_tokens)
         if self.num_seeds <= self.num_tokens:  # type: ignore[operator]
             raise ValueError(f"num_seeds must be more than num_tokens = {self.num_tokens}, got {self.num_seeds}.")
-        if not isinstance(self.window, Mask):
+        if isinstance(self.window, Mask):
+            check_mask("window", self.window)
+        else:
             check_sizes(window=self.window)
+        check_flags(rotary=self.rotary, rotate_values=self.rotate_values)
         check_elementwise(AttentionOptions.checked(self.num_heads, self.mask, self.activation, self.ffn_scale, "auto"))
         if self.rotary:
             RotaryTemporalEmbedding(heads.head_dim, **(self.rotary_options or {}))
@@ -109,6 +113,10 @@ class InteractionConfig:
         rank: k of its layers.
         hidden: width inside every MLP; None: the model width E.
         partition: see ``WukongExperts``.
+
+    Raises:
+        TypeError: a size is not an int.
+        ValueError: a size is not positive, or ``partition`` is not known.
     """
 
     num_summary_tokens: int = 8
@@ -120,6 +128,7 @@ class InteractionConfig:
     def __post_init__(self) -> None:
         check_sizes(num_summary_tokens=self.num_summary_tokens, num_experts=self.num_experts, rank=self.rank)
         check_sizes(hidden=self.hidden)
+        check_partition(self.partition)
 
 
 def check_towers(towers: Mapping[str, EventTowerConfig]) -> None:

@@ -32,8 +32,7 @@ class AttentionOptions:
         cls, num_heads: int, mask: Mask, activation: str | Sequence[str], scale: float | None, backend: str
     ) -> "AttentionOptions":
         """The options, or the error that the functional core would raise at the first call."""
-        if not isinstance(mask, Mask):
-            raise TypeError(f"mask must be Full(), Causal(), SlidingWindow(...) or BlockDiagonal(...), got {mask!r}.")
+        validation.check_mask("mask", mask)
         names = normalize_activation(activation, num_heads)
         dispatch.check_name(backend)
         scale = None if scale is None else validation.check_number("scale", scale)

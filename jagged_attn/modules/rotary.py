@@ -9,7 +9,7 @@ from ..functional import jagged_attention
 from ..jagged_tensor import Jagged, check_jagged, is_jagged, layout_of, num_sequences_of, with_values
 from ..layout import row_bounds
 from ..masks import Full, Mask
-from ..validation import check_number
+from ..validation import check_flags, check_number
 from .options import AttentionOptions, Heads
 from .projections import InProjection, OutProjection
 
@@ -304,7 +304,7 @@ class TemporalSelfAttention(nn.Module):
         out_proj: linear, ``[E, E]``.
 
     Raises:
-        TypeError: a size is not an int, or the mask is not one.
+        TypeError: a size is not an int, a flag not a bool, or the mask not one.
         ValueError: a size is not positive, H does not divide E, or the backend is not known.
 
     Example:
@@ -330,6 +330,7 @@ class TemporalSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         heads = Heads.checked(embed_dim, num_heads, None, None)
+        check_flags(rotate_values=rotate_values, bias=bias)
         self.embed_dim, self.heads, self.rotate_values = embed_dim, heads, rotate_values
         self.options = AttentionOptions.checked(num_heads, mask, "softmax", None, backend)
         made: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..jagged_tensor import Jagged, with_values
+from ..validation import check_flags, check_number
 from .options import check_sizes
 from .rows import rows_of
 from .target_attention import JaggedTargetAttention
@@ -185,7 +186,7 @@ class HierarchicalSeedPooling(nn.Module):
         kron: ``SumKronLinear``.
 
     Raises:
-        TypeError: a size is not an int.
+        TypeError: a size is not an int, a flag not a bool, or ``eps`` not a number.
         ValueError: a size is not positive, H does not divide E, S is not more than T, or ``norm`` is not known.
 
     Source: readings of arXiv 2602.10016.
@@ -217,6 +218,8 @@ class HierarchicalSeedPooling(nn.Module):
         check_sizes(num_seeds=num_seeds, num_tokens=num_tokens)
         if num_seeds <= num_tokens:
             raise ValueError(f"num_seeds must be more than num_tokens = {num_tokens}, got {num_seeds}.")
+        check_flags(out_proj=out_proj, residual=residual)
+        check_number("eps", eps)
         if norm not in get_args(Norm):
             raise ValueError(f"norm must be one of {', '.join(get_args(Norm))}, got {norm!r}.")
         made: dict[str, Any] = {"device": device, "dtype": dtype}

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import jagged_attention
-from ..jagged_tensor import Jagged, layout_of, with_values
+from ..jagged_tensor import Jagged, layout_of, num_sequences_of, with_values
 from ..masks import Full, Mask
+from ..validation import check_flags
 from .options import AttentionOptions, Heads, check_sizes
 from .projections import HeadNorm, InProjection, OutProjection
 
@@ -49,7 +50,7 @@ class JaggedMultiHeadAttention(nn.Module):
         out_proj: linear, ``[E, H D]``.
 
     Raises:
-        TypeError: a size is not an int, or the mask or an activation is of the wrong kind.
+        TypeError: a size is not an int, a flag not a bool, or the mask or an activation is of the wrong kind.
         ValueError: a size is not positive, the heads do not divide, or an activation or backend is not known.
 
     Example:
@@ -82,6 +83,7 @@ class JaggedMultiHeadAttention(nn.Module):
         super().__init__()
         heads = Heads.checked(embed_dim, num_heads, num_kv_heads, head_dim)
         check_sizes(kdim=kdim, vdim=vdim)
+        check_flags(bias=bias, qk_norm=qk_norm)
         self.embed_dim, self.heads = embed_dim, heads
         self.kdim, self.vdim = (embed_dim if width is None else width for width in (kdim, vdim))
         self.options = AttentionOptions.checked(num_heads, mask, activation, scale, backend)
@@ -139,8 +141,8 @@ class JaggedMultiHeadAttention(nn.Module):
             query: TorchRec ``JaggedTensor`` (lengths, offsets or both; int32 or int64) or jagged nested tensor, values
                 ``[T_q, E]`` of the module's dtype, or under autocast of any but float64.
             key: values ``[T_kv, kdim]``, as many sequences as ``query``; None: self-attention.
-            value: values ``[T_kv, vdim]`` in the key's layout (not checked, since that would wait for the device);
-                None: the key.
+            value: values ``[T_kv, vdim]`` in the key's layout (of which the numbers of rows and sequences are checked;
+                more would wait for the device); None: the key.
 
         Returns:
             A jagged tensor of the query's type, values ``[T_q, E]``, with the query's own offsets, lengths and weights.
@@ -152,7 +154,7 @@ class JaggedMultiHeadAttention(nn.Module):
         """
         qkv = self.in_proj(query, key, value)
         q, k, v = self.q_norm(qkv[0]), self.k_norm(qkv[1]), qkv[2]
-        out = _attend(q, k, v, query, key, self.options)
+        out = _attend(q, k, v, query, key, value, self.options)
         return with_values(query, self.out_proj(out))
 
     def extra_repr(self) -> str:
@@ -163,7 +165,7 @@ class JaggedMultiHeadAttention(nn.Module):
 
 # The one opaque function of the traced forward: everything that looks at a tensor's kind or shape happens in here.
 @torch.fx.wrap
-def _attend(q: Tensor, k: Tensor, v: Tensor, query: Any, key: Any, options: AttentionOptions) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, query: Any, key: Any, value: Any, options: AttentionOptions) -> Tensor:
     layout_q = layout_of(query)
     layout_kv = layout_q if key is None or key is query else layout_of(key)
     if layout_kv.num_sequences != layout_q.num_sequences:
@@ -172,6 +174,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, query: Any, key: Any, options: Atte
         )
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"value must have the key's {k.shape[0]} rows, got {v.shape[0]}.")
+    if value is not None and num_sequences_of(value) != layout_kv.num_sequences:
+        raise ValueError(
+            f"value must have the key's {layout_kv.num_sequences} sequences, got {num_sequences_of(value)}."
+        )
     return jagged_attention(q, k, v, layout_q, layout_kv, **options.keywords()).flatten(-2)
 
 

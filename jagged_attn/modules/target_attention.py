@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ..functional import broadcast_q_attention, jagged_attention
 from ..jagged_tensor import Jagged, is_jagged, layout_of, values_of, with_values
 from ..layout import JaggedLayout, uniform_like
-from ..masks import Full, Mask
+from ..masks import BlockDiagonal, Full, Mask
+from ..validation import check_flags
 from .options import AttentionOptions, Heads, check_sizes
 from .projections import HeadNorm, OutProjection, Projection, check_fits
 
@@ -36,7 +37,7 @@ class JaggedTargetAttention(nn.Module):
         head_dim: D; None: ``embed_dim / num_heads``.
         kdim: columns of the history; None: E.
         bias: whether the projections have biases.
-        mask: which rows of the history each query sees; positions count as in cross-attention.
+        mask: which rows of the history each query sees; positions count as in cross-attention. Not ``BlockDiagonal``.
         activation: ``"softmax"``, an element-wise activation, or a tuple with one name a head.
         scale: factor of the scores; None: ``D ** -0.5``.
         qk_norm: normalise q and k by an RMSNorm over each head's D.
@@ -52,8 +53,9 @@ class JaggedTargetAttention(nn.Module):
         out_proj: linear, ``[E, H D]``.
 
     Raises:
-        TypeError: a size is not an int, or the mask or an activation is of the wrong kind.
-        ValueError: a size is not positive, the heads do not divide, or an activation or backend is not known.
+        TypeError: a size is not an int, a flag not a bool, or the mask or an activation is of the wrong kind.
+        ValueError: a size is not positive, the heads do not divide, an activation or backend is not known, or the mask
+            is ``BlockDiagonal``.
 
     Example:
         >>> from torchrec import JaggedTensor
@@ -87,9 +89,12 @@ class JaggedTargetAttention(nn.Module):
         super().__init__()
         self.heads = Heads.checked(embed_dim, num_heads, num_kv_heads, head_dim)
         check_sizes(num_queries=num_queries, kdim=kdim)
+        check_flags(bias=bias, qk_norm=qk_norm)
         self.embed_dim, self.num_queries = embed_dim, num_queries
         self.kdim = embed_dim if kdim is None else kdim
         self.options = AttentionOptions.checked(num_heads, mask, activation, scale, backend)
+        if isinstance(mask, BlockDiagonal):
+            raise ValueError(f"mask must not be {mask}: the queries are not the history's own rows.")
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         queries = None if num_queries is None else nn.Parameter(torch.empty(num_queries, embed_dim, **made))
         self.register_parameter("queries", queries)

@@ -5,12 +5,19 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ..validation import check_number
 from .options import check_sizes
 from .projections import Projection
 from .seed_pooling import reset_modules
 
 Partition = Literal["strided", "contiguous"]
 GELU_GAIN = 1.5335  # E[GELU(z)²] ** -0.5 for a standard normal z
+
+
+def check_partition(partition: object) -> None:
+    """Raise ``ValueError`` unless there is such a partition."""
+    if partition not in get_args(Partition):
+        raise ValueError(f"partition must be one of {', '.join(get_args(Partition))}, got {partition!r}.")
 
 
 def mlp(width: int, hidden: int, width_out: int, **made: Any) -> nn.Sequential:
@@ -85,7 +92,7 @@ class WukongLayer(nn.Module):
         out_norm: over the E columns of each token.
 
     Raises:
-        TypeError, ValueError: a size is not a positive int.
+        TypeError, ValueError: a size is not a positive int, or ``eps`` not a finite number.
 
     Source: Zhang et al., arXiv 2403.02545; the depth of the MLP is open there and one hidden layer is ours.
 
@@ -101,6 +108,7 @@ class WukongLayer(nn.Module):
         super().__init__()
         sizes = {"num_tokens": num_tokens, "embed_dim": embed_dim, "num_fmb": num_fmb, "num_lcb": num_lcb}
         check_sizes(**sizes, rank=rank, hidden=hidden)
+        check_number("eps", eps)
         hidden = embed_dim if hidden is None else hidden
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         num_out = num_fmb + num_lcb
@@ -172,8 +180,7 @@ class WukongExperts(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(num_tokens=num_tokens, num_tokens_out=num_tokens_out, num_experts=num_experts)
-        if partition not in get_args(Partition):
-            raise ValueError(f"partition must be one of {', '.join(get_args(Partition))}, got {partition!r}.")
+        check_partition(partition)
         if num_experts > min(num_tokens, num_tokens_out // 2):
             raise ValueError(
                 f"num_experts must be at most the {num_tokens} tokens in and half of the {num_tokens_out} tokens out, "

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
-from jagged_attn.masks import BlockDiagonal, SlidingWindow
+from jagged_attn.masks import BlockDiagonal, Mask, SlidingWindow
 from jagged_attn.modules.gdpa import KeyValueGeneration, PersonalizedFeedForward
 from jagged_attn.modules.kunlun import Kunlun, KunlunLayer
 from jagged_attn.modules.kunlun_blocks import (
@@ -381,6 +381,21 @@ def tower(**changes: object) -> EventTowerConfig:
         (lambda: RotaryTemporalEmbedding(4, base=INF), ValueError, "base must be finite, got inf"),
         (lambda: RotaryTemporalEmbedding(4, time_scale=10**400), ValueError, "time_scale must be finite as a float"),
         (lambda: PersonalizedFeedForward(12, 3, 4, scale=10**400), ValueError, "scale must be finite as a float"),
+        (lambda: tower(window=Mask()), TypeError, r"window must be Full.* got Mask\(\)"),
+        (lambda: InteractionConfig(partition="zz"), ValueError, "partition must be one of .* got 'zz'"),
+        (lambda: Kunlun(5, 7, TOWERS, "small"), TypeError, "config must be an InteractionConfig, got str"),
+        (lambda: WukongLayer(5, 7, num_fmb=2, num_lcb=1, eps="x"), TypeError, "eps must be a float, got str"),
+        *(
+            (lambda make=make, name=name: make(**{name: "no"}), TypeError, f"{name} must be True or False, got 'no'")
+            for make, names in (
+                (tower, ("rotary", "rotate_values")),
+                (lambda **k: PersonalizedFeedForward(12, 3, 4, **k), ("norm_weights",)),
+                (lambda **k: HierarchicalSeedPooling(12, 3, 4, 2, **k), ("out_proj", "residual")),
+                (lambda **k: TemporalSelfAttention(12, 3, **k), ("bias", "rotate_values")),
+                (lambda **k: Kunlun(5, 7, TOWERS, SIZES, **k), ("comp_skip", "closing_pool")),
+            )
+            for name in names
+        ),
         (lambda: Kunlun(5, 7, {}), ValueError, "towers must hold at least one event type"),
         *(
             (

@@ -18,7 +18,7 @@ from module_inputs import (
 )
 
 from jagged_attn import JaggedLayout
-from jagged_attn.jagged_tensor import is_jagged, layout_of, to_jagged_tensor, with_values
+from jagged_attn.jagged_tensor import is_jagged, layout_of, num_sequences_of, to_jagged_tensor, with_values
 from jagged_attn.modules import JaggedMultiHeadAttention, JaggedTargetAttention
 
 WIDTH = 10
@@ -86,6 +86,25 @@ def test_with_values_hands_on_the_same_offsets_lengths_and_weights() -> None:
 def test_with_values_wants_as_many_rows() -> None:
     with pytest.raises(ValueError, match="values must have the 5 rows of x, got 4"):
         with_values(jagged((2, 0, 3), WIDTH), torch.zeros(4, 1))
+
+
+def test_values_that_are_no_rows_are_refused_by_name() -> None:
+    x, layout = jagged((2, 0, 3), WIDTH), torch.tensor([0, 2, 2, 5])
+    for call in (lambda values: with_values(x, values), lambda values: to_jagged_tensor(values, layout)):
+        with pytest.raises(TypeError, match=r"values must be a torch.Tensor, got NoneType"):
+            call(None)
+        with pytest.raises(ValueError, match=r"values must have shape \[T, ...\], got \[\]"):
+            call(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="values must be on the device of x, cpu, got meta"):
+        with_values(x, torch.zeros(5, 1, device="meta"))
+
+
+def test_the_number_of_sequences_is_known_without_offsets() -> None:
+    x = jagged((2, 0, 3), WIDTH)
+    assert num_sequences_of(x) == 3
+    assert x.offsets_or_none() is None
+    assert num_sequences_of(JaggedTensor(x.values(), offsets=torch.tensor([0, 2, 2, 5]))) == 3
+    assert num_sequences_of(JaggedTensor.empty()) == 0
 
 
 @pytest.mark.parametrize("part", ["lengths", "offsets"])

@@ -24,7 +24,7 @@ from module_inputs import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from jagged_attn import BlockDiagonal, Causal, Full, SlidingWindow
+from jagged_attn import BlockDiagonal, Causal, Full, Mask, SlidingWindow
 from jagged_attn.jagged_tensor import with_values
 from jagged_attn.modules import HeadNorm, JaggedMultiHeadAttention
 from jagged_attn.testing.tolerance import assert_within
@@ -365,6 +365,10 @@ def test_printing_shows_sizes_and_what_differs_from_the_defaults() -> None:
         ({"kdim": 0}, ValueError, "kdim must be a positive int, got 0"),
         ({"vdim": "9"}, TypeError, "vdim must be a positive int, got '9'"),
         ({"mask": "causal"}, TypeError, "mask must be Full"),
+        ({"mask": Mask()}, TypeError, r"mask must be Full.* got Mask\(\)"),
+        ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
+        ({"qk_norm": 1}, TypeError, "qk_norm must be True or False, got 1"),
+        ({"scale": 10**400}, ValueError, "scale must be finite as a float, got an int that is too large"),
         ({"activation": "swish"}, ValueError, "activation must be one of .* got 'swish'"),
         ({"activation": ("softmax",) * 3}, ValueError, "activation must have one name for each of the 2 heads, got 3"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
@@ -386,8 +390,9 @@ def test_a_wrong_option_is_refused_when_the_module_is_made(
         (lambda: (jagged((2, 3), E), jagged((2, 3, 1), E)), "key must have the query's 2 sequences, got 3"),
         (lambda: (jagged((2, 3), E), jagged((2, 3), KDIM)), r"key must have values of shape \[T, 14\], got \[5, 11\]"),
         (lambda: (jagged((2, 3), E), jagged((2, 3), E), jagged((2, 2), E)), "value must have the key's 5 rows, got 4"),
+        (lambda: (jagged((2, 3), E),) * 2 + (jagged((2, 3, 0), E),), "value must have the key's 2 sequences, got 3"),
     ],
-    ids=["value-without-key", "sequences", "width", "rows"],
+    ids=["value-without-key", "sequences", "width", "rows", "sequences-of-value"],
 )
 def test_inputs_that_do_not_fit_are_refused_by_name(inputs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -23,7 +23,7 @@ from module_inputs import (
 )
 from torch import Tensor
 
-from jagged_attn import Causal, JaggedLayout
+from jagged_attn import BlockDiagonal, Causal, JaggedLayout, Mask
 from jagged_attn.modules import JaggedTargetAttention
 
 E, KDIM, S, C = 14, 11, 5, 3
@@ -239,10 +239,19 @@ def test_a_history_that_does_not_fit_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"num_queries": 0}, "num_queries must be a positive int, got 0"), ({"kdim": -2}, "kdim must be a positive int")],
-    ids=["num_queries", "kdim"],
+    ("options", "error", "message"),
+    [
+        ({"num_queries": 0}, ValueError, "num_queries must be a positive int, got 0"),
+        ({"kdim": -2}, ValueError, "kdim must be a positive int"),
+        ({"mask": BlockDiagonal(2)}, ValueError, r"mask must not be BlockDiagonal\(size=2\)"),
+        ({"mask": Mask()}, TypeError, r"mask must be Full.* got Mask\(\)"),
+        ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
+        ({"qk_norm": "no"}, TypeError, "qk_norm must be True or False, got 'no'"),
+    ],
+    ids=str,
 )
-def test_a_wrong_option_is_refused_when_the_module_is_made(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_wrong_option_is_refused_when_the_module_is_made(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         make(**options)
