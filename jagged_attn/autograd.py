@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _is_torch_function_mode_enabled, _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import TransformType, is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .backends.base import Geometry
 from .custom_ops import attention_backward_kernel, launch_forward, library, spec_of
+from .errors import UnsupportedError
 from .spec import AttentionSpec
 
 
@@ -42,7 +43,11 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, offsets_q, offsets_kv, *tables = ctx.saved_tensors
         grads: tuple[Tensor | None, ...] = (None, None, None)
         if dout is not None:
-            plain = not torch.is_grad_enabled() and is_plain(dout, q, k, v)
+            # Gradients in batches, as of torch.autograd.grad(is_grads_batched=True), come on no stack of interpreters.
+            watched = is_legacy_batchedtensor(dout) or not is_plain(dout, q, k, v)
+            if watched:
+                _refuse_transforms(dout, needs_grad=False)
+            plain = not (watched or torch.is_grad_enabled())
             backward = attention_backward_kernel if plain else torch.ops.jagged_attn.attention_backward
             grads = backward(dout, q, k, v, out, lse, offsets_q, offsets_kv, tables, *ctx.static)
         return (*grads, None, None, None)
@@ -70,9 +75,10 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        raise RuntimeError(
+        raise UnsupportedError(
             "jagged_attn does not support double backward: the gradients of an attention operator are not "
-            "differentiable. Call backward() or torch.autograd.grad() without create_graph=True."
+            "differentiable. Call backward() or torch.autograd.grad() without create_graph=True.",
+            [],
         )
 
 
@@ -91,13 +97,20 @@ def attention(
         static: those after the tables; the name of the backend is the last.
         spec: what the others of these spell out, if ``is_plain(q, k, v)``. ``None`` where something watches
             operators (a dispatch mode, a tensor subclass), which then gets the operator.
+
+    Raises:
+        UnsupportedError: the call is inside something that cannot have it, such as a transform of ``torch.func``.
     """
     if forward_ad._current_level >= 0:
-        raise RuntimeError(
+        raise UnsupportedError(
             "jagged_attn does not support forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad): "
-            "use backward(), torch.autograd.grad() or torch.autograd.functional.jacobian()."
+            "use backward(), torch.autograd.grad() or torch.autograd.functional.jacobian().",
+            [],
         )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if spec is None:
+        _refuse_transforms(q, needs_grad)
+    if needs_grad:
         return (_Attention.apply if spec is None else _apply_plain)(q, k, v, geometry, static, spec)
     return _forward(q, k, v, geometry, static, spec)
 
@@ -111,9 +124,34 @@ def _forward(
         return torch.ops.jagged_attn.attention(q, k, v, *geometry, *static)
 
 
+def refuse_tracing() -> None:
+    """Raise ``UnsupportedError`` inside ``torch.jit.trace``; free to leave out where ``is_plain`` says yes."""
+    if _is_tracing():
+        raise UnsupportedError(
+            "jagged_attn does not support torch.jit.trace, which does not see what its kernels do: "
+            "use torch.export.export() or torch.compile().",
+            [],
+        )
+
+
+def _refuse_transforms(x: Tensor, needs_grad: bool) -> None:
+    """Raise ``UnsupportedError`` inside what would ask the operators for rules that they do not have."""
+    refuse_tracing()
+    interpreter = peek_interpreter_stack()
+    is_transform = interpreter is not None and (needs_grad or interpreter.key() == TransformType.Vmap)
+    if is_transform or is_legacy_batchedtensor(x):
+        raise UnsupportedError(
+            "jagged_attn does not support the transforms of torch.func (grad, vjp, jacrev, vmap) nor gradients in "
+            "batches: use backward() or torch.autograd.grad(), and more sequences in place of a batch dimension.",
+            [],
+        )
+
+
 def is_plain(*tensors: Tensor) -> bool:
     """Whether nothing watches operators on these tensors, all on one device."""
     if _len_torch_dispatch_stack() or _is_torch_function_mode_enabled() or peek_interpreter_stack() is not None:
+        return False
+    if _is_tracing():
         return False
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter:

@@ -29,10 +29,11 @@ class JaggedAttentionError(Exception):
 
 
 class UnsupportedError(JaggedAttentionError, NotImplementedError):
-    """A valid call that no backend, or not the one asked for, can run.
+    """A valid call that no backend, or not the one asked for, can run, or that is made where none can.
 
     Attributes:
-        refusals: one ``BackendReport`` for each backend that was asked, in the order of asking.
+        refusals: one ``BackendReport`` for each backend that was asked, in the order of asking; empty where it does not
+            depend on the backend, as inside a transform of ``torch.func``.
     """
 
     def __init__(self, message: str, refusals: Sequence[BackendReport]) -> None:

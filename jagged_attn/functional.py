@@ -161,6 +161,8 @@ def _attend(
     if is_plain:
         q, k, v, decision = _recall(q, k, v, layout_q, layout_kv, options)
     else:
+        if not is_compiling:
+            autograd.refuse_tracing()
         q, k, v, decision = _decide(q, k, v, layout_q, layout_kv, *options)
     tables, static, spec = decision
     if return_lse is not False:
@@ -294,7 +296,8 @@ def jagged_attention(
     Raises:
         TypeError: an argument is the wrong kind of object.
         ValueError: a shape, dtype, device, stride or number breaks the contract above; the message names the argument.
-        UnsupportedError: no backend runs this valid call; it carries each backend's reason.
+        UnsupportedError: no backend runs this valid call; it carries each backend's reason. Also inside the transforms
+            of ``torch.func``, forward-mode differentiation and ``torch.jit.trace``.
 
     Numerics: scores and sums accumulate in fp32 (float64 for float64 inputs). A row without an allowed key gives 0. One
     sequence never affects another, not even by NaN. No call waits for the device. Not twice differentiable.

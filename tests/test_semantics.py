@@ -2,11 +2,14 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES, SHORT, Case, call, run
 from targets import Target
+from torch import Tensor
 
 import jagged_attn as ja
 from jagged_attn.testing.inputs import AttentionInputs
@@ -279,15 +282,42 @@ def test_double_backward_is_refused_clearly(target: Target) -> None:
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = call(inputs, target.backend)
     grads = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not support double backward"):
+    with pytest.raises(ja.UnsupportedError, match="does not support double backward"):
         grads[0].sum().backward()
 
 
 def test_forward_mode_is_refused_clearly(target: Target) -> None:
     inputs = BY_NAME["self-one-sequence"].inputs(torch.float32, target.device)
-    with pytest.raises(RuntimeError, match="does not support forward-mode"):
+    with pytest.raises(ja.UnsupportedError, match="does not support forward-mode"):
         torch.func.jvp(
             lambda q: call(dataclasses.replace(inputs, q=q), target.backend), (inputs.q,), (torch.ones_like(inputs.q),)
+        )
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], object]] = {
+    "grad": lambda f, q: torch.func.grad(lambda x: f(x).sum())(q),
+    "vjp": lambda f, q: torch.func.vjp(f, q),
+    "jacrev": lambda f, q: torch.func.jacrev(f)(q),
+    "vmap": lambda f, q: torch.vmap(f)(q[None]),
+    "vmap-with-gradients": lambda f, q: torch.vmap(f)(q[None].requires_grad_()),
+    "batched-gradients": lambda f, q: torch.autograd.functional.jacobian(f, q, vectorize=True),
+    "compiled-grad": lambda f, q: torch.compile(torch.func.grad(lambda x: f(x).sum()), backend="eager")(q),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_are_refused_clearly(transform: Any, target: Target) -> None:
+    inputs = BY_NAME["self-one-sequence"].inputs(torch.float32, target.device)
+    with pytest.raises(ja.UnsupportedError, match=r"does not support the transforms of torch\.func"):
+        transform(lambda q: call(dataclasses.replace(inputs, q=q), target.backend), inputs.q)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_jit_tracing_is_refused_clearly(requires_grad: bool, target: Target) -> None:
+    inputs = BY_NAME["self-one-sequence"].inputs(torch.float32, target.device)
+    with pytest.raises(ja.UnsupportedError, match=r"does not support torch\.jit\.trace"):
+        torch.jit.trace(
+            lambda q: call(dataclasses.replace(inputs, q=q), target.backend), (inputs.q.requires_grad_(requires_grad),)
         )
 
 
