@@ -98,7 +98,9 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
     _say(f"# {command}\n# {world_size} x {provenance.device}, torch {provenance.torch}, {provenance.date}")
     _say(f"# B = {scenario.batch} a rank, longest {scenario.longest}, mean_fill {scenario.mean_fill}, {options.dtype}")
     for how in options.parallel:
-        check("plain", how, replace(scenario, batch=min(_CHECKED, scenario.batch)), device, options.backend)
+        checked = replace(scenario, batch=min(_CHECKED, scenario.batch))
+        check("plain", how, checked, device, options.backend)
+        _say(f"# {how}: losses and parameters are right with {checked.batch} samples a rank")
     dtype = getattr(torch, options.dtype)
     # Those of all ranks, the own ones first; only rank 0 keeps the others'.
     ranks = [rank, *(other for other in range(world_size) if other != rank and rank == 0)]
