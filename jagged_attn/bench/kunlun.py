@@ -36,6 +36,7 @@ from .kunlun_steps import (
     time_steps,
 )
 from .provenance import collect_provenance
+from .timing import compiled_throughout
 
 _PACKAGE = Path(__file__).parents[1]
 _HARNESS = (__file__, kunlun_steps.__file__)
@@ -61,6 +62,7 @@ def reason_of(error: BaseException) -> str:
     return f"{reason} (at {', '.join(own[-3:])})" if own else reason
 
 
+@compiled_throughout()
 def _run_child(arguments: argparse.Namespace) -> float:
     """One step of ``_STEPS``, for one contestant, in this process."""
     device, dtype = arguments.device, getattr(torch, arguments.dtype)

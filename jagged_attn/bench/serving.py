@@ -51,6 +51,7 @@ from .arguments import (
 from .kunlun import reason_of
 from .provenance import Provenance, collect_provenance
 from .serving_model import Form, PaddedScorer, Request, Scorer, Sizes, make_requests, packed, padded
+from .timing import compiled_throughout
 
 _NAMES = ("padded_sdpa", "jagged", "padded_sdpa+compile", "jagged+compile")
 # Requests of the check in float64.
@@ -233,6 +234,7 @@ def check(server: Server, scorer: Scorer, requests: Sequence[Request], device: t
     return error.item(), spread.item()
 
 
+@compiled_throughout()
 def measure(name: str, options: argparse.Namespace, on_batch: Callable[[int], Any] = lambda count: None) -> Figure:
     """The figure of one contestant, in this process.
 
@@ -243,7 +245,7 @@ def measure(name: str, options: argparse.Namespace, on_batch: Callable[[int], An
 
     Raises:
         ValueError: its scores are wrong.
-        RuntimeError: it is compiled anew in every pass.
+        RuntimeError: it is compiled anew in every pass, or too often for dynamo.
     """
     device, sizes = options.device, sizes_of(options)
     requests = make_requests(sizes, options.seed)

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,16 @@ from .problem import BACKWARD, BOTH, FORWARD
 _DEPTH_STEP, _DEPTHS = 7, 97
 _WARMUP_PASSES = 2
 _FLUSH_BYTES = 256 * 2**20
+
+
+@contextmanager
+def compiled_throughout() -> Iterator[None]:
+    """What is under ``torch.compile`` raises where dynamo would give up on it, which it does after eight compilations.
+
+    It would go on uncompiled, and be timed under the name of what is compiled.
+    """
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
 
 
 class Quantiles(NamedTuple):

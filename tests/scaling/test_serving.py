@@ -12,6 +12,7 @@ import torch
 from jagged_attn.bench import serving
 from jagged_attn.bench.serving import Server
 from jagged_attn.bench.serving_model import Request, Scorer, Sizes, make_requests
+from jagged_attn.bench.timing import compiled_throughout
 
 CPU = torch.device("cpu")
 SIZES = Sizes(embed_dim=6, num_heads=3, num_layers=2, num_items=19, requests=7, longest=13, candidates=5)
@@ -123,6 +124,13 @@ def test_a_contestant_that_is_always_compiled_anew_has_no_figure(
     command = ["--device", "cpu", "--limit", "0", "--batch", "2", "--repeats", "1", "--contestants", "jagged"]
     assert serving.main(command) == 1
     assert "no figure: RuntimeError: something was compiled during each of 4 passes" in capsys.readouterr().out
+
+
+def test_what_dynamo_gives_up_on_is_not_timed_as_compiled() -> None:
+    doubled = torch.compile(lambda x: 2 * x, dynamic=False, backend="eager")
+    with compiled_throughout(), pytest.raises(Exception, match="recompile"):
+        list(map(doubled, (torch.ones(n) for n in range(1, 20))))
+    torch._dynamo.reset()
 
 
 def test_arrivals_ascend_at_the_rate() -> None:
