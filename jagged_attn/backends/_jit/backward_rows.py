@@ -24,7 +24,7 @@ def first_block(start, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
+def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
     """The sequence, or B for the rows of none, to which a block of the row statistics belongs, by bisection."""
     low = num_sequences * 0
     high = num_sequences
@@ -36,6 +36,15 @@ def sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.conste
         else:
             high = middle - 1
     return low
+
+
+@triton.jit
+def rows_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
+    """The sequence of a block of the row statistics, the rows that it stands for, and which of those there are."""
+    b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK)
+    start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
+    in_sequence = (block - first_block(start, b, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    return b, start + in_sequence, (in_sequence >= 0) & (in_sequence < length)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q"])
@@ -51,11 +60,7 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_seq
     block = tl.program_id(0) // H
     if tl.program_id(0) == 0:
         tl.store(counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
-    b = sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
-    start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
-    in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
-    row_ok = (in_sequence >= 0) & (in_sequence < length)
-    rows = start + in_sequence
+    b, rows, row_ok = rows_of_block(block, offsets_q, num_sequences, total_q, BM)
     columns = tl.arange(0, D)[None, :]
     if ZERO:
         sums = dq_sum + ((rows * H + head) * D)[:, None] + columns

@@ -32,6 +32,16 @@ def ragged(start, length, row, column):
 
 
 @triton.jit
+def bulk_groups_done():
+    """Wait until all bulk stores and additions of this thread are in memory.
+
+    The compiler's own ``async_descriptor_store_wait`` is for them to be read from shared memory, which says less.
+    """
+    tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [],
+                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
 def slot_of(slots, buf, WIDTH: tl.constexpr):
     """Where this CTA's numbers of a buffer of the hand-out's ring are."""
     return slots + (tl.program_id(0) * 2 + buf) * WIDTH

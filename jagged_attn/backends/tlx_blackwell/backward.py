@@ -27,7 +27,7 @@ from .._jit.backward_rows import (
     receive_queries,
 )  # fmt: skip
 from .._jit.backward_shared import key_run, statistics
-from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
+from .._jit.rings import ITEM_SLOT, bulk_groups_done, next_item, publish, ragged, ring
 from .._jit.scores import LOG2E, activate, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
 from .pairs import arrive
@@ -450,8 +450,7 @@ def _await_turn(flag, first_query, own, first_key, len_q, len_kv, C: tl.constexp
 @triton.jit
 def _pass_turn(flag, number):
     """Let the next key tile add: the sums of this one are complete, not only their buffers read."""
-    tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [],
-                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    bulk_groups_done()
     # The thread that waited for them may not be the one that says so.
     tlx.named_barrier_wait(9, 128)
     if number >= 0:

@@ -11,9 +11,9 @@ No item waits for one that was taken after it, so none waits for a CTA that is n
 import triton
 import triton.language as tl
 
-from .._jit.backward_rows import first_block, prepare_backward, sequence_of_block
+from .._jit.backward_rows import prepare_backward, rows_of_block
 from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import open_slot, publish, ragged, ring
+from .._jit.rings import bulk_groups_done, open_slot, publish, ragged, ring
 from .._jit.tlx import tlx
 
 # Numbers of a job, and what the two slots of a CTA take.
@@ -23,10 +23,15 @@ CTA_JOB_SLOTS = 2 * JOB_SLOT.value
 # asks for the last but two.
 LANDINGS = tl.constexpr(3)
 # Sums that are rounded at once, half of the columns of some rows: as many as fit the registers of two warps.
-PIECE = 512
+_PIECE = 512
 # Where a piece's elements go, of a lane, of a warp, of a register: 16 bytes of a row of dQ a thread.
 _PIECE_64 = tl.constexpr(tlx.layout(shape=((8, 4, 2), (2, 4)), stride=((8, 64, 256), (1, 2))))
 _PIECE_32 = tl.constexpr(tlx.layout(shape=((4, 8, 2), (2, 4)), stride=((8, 32, 256), (1, 2))))
+
+
+def piece_rows(head_dim: int) -> int:
+    """Rows of a piece."""
+    return _PIECE // (head_dim // 2)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv"])
@@ -50,28 +55,21 @@ def prepare_sums(dout, out, lse, stats, dq_sum, counters, dq_out, left, ready, t
         _, keys = sequence_rows(offsets_kv, b, num_sequences, total_kv)
         tl.store(left + number, (keys + BN - 1) // BN)
         tl.store(ready + number, tl.where(b == first, queries, 0))
-    head = number % H
-    block = number // H
-    b = sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
-    start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
+    b, rows, row_ok = rows_of_block(number // H, offsets_q, num_sequences, total_q, BM)
     _, keys = partner_rows(offsets_kv, tl.minimum(b, num_sequences - 1), num_sequences, total_kv)
-    in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
-    row_ok = ((in_sequence >= 0) & (in_sequence < length))[:, None]
-    where = (((start + in_sequence) * H + head) * D)[:, None] + tl.arange(0, D)[None, :]
+    where = ((rows * H + number % H) * D)[:, None] + tl.arange(0, D)[None, :]
     summed = (b < num_sequences) & (keys > 0)
     never = (b >= num_sequences) | (keys <= 0)
     if AHEAD:
         summed = summed & (b == first)
-    tl.store(dq_sum + where, tl.zeros([BM, D], tl.float32), mask=row_ok & summed)
-    tl.store(dq_out + where, tl.zeros([BM, D], dq_out.dtype.element_ty), mask=row_ok & never)
+    tl.store(dq_sum + where, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None] & summed)
+    tl.store(dq_out + where, tl.zeros([BM, D], dq_out.dtype.element_ty), mask=row_ok[:, None] & never)
 
 
 @triton.jit
 def sums_landed(sums_done, turn):
     """A gradient group: all its additions so far are in memory, so the item before this turn's is done."""
-    # Not only read from shared memory, as the compiler's own wait has it.
-    tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [],
-                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    bulk_groups_done()
     tlx.barrier_arrive(sums_done[turn % LANDINGS], 1)
 
 
@@ -184,8 +182,9 @@ def zero_next(desc_sum, zero_tile, number, item, where, C: tl.constexpr):
 def zeroed(ready, share):
     """The load role: those rows are zero, and all may know."""
     where, rows = share
-    # The thread that wrote the zeros, and waits for them, may not be the one that says so.
-    tl.inline_asm_elementwise("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [],
+    bulk_groups_done()
+    # The thread that wrote the zeros, and has waited for them, may not be the one that says so.
+    tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r", [],
                               dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
     if rows > 0:
         tl.atomic_add(ready + where, rows, sem="release")

@@ -19,7 +19,7 @@ from ..base import Geometry, new_gradients
 from .backward import backward_kv
 from .backward_queries import backward_q
 from .capability import BLOCK_KV, BLOCK_Q
-from .finish_dq import CTA_JOB_SLOTS, PIECE, prepare_sums
+from .finish_dq import CTA_JOB_SLOTS, piece_rows, prepare_sums
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}
@@ -66,7 +66,7 @@ def _kernels(spec: AttentionSpec, on_gpu: bool, what: str) -> _Kernels:
     }  # fmt: skip
     keys = Constants(
         **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=_STAGES[dim], ds_stages=_DS_STAGES, sums=sums,
-        replicas=_REPLICAS if shared else 0, jobs=jobs, ahead=ahead, pieces=_PIECES, piece_rows=PIECE // (dim // 2),
+        replicas=_REPLICAS if shared else 0, jobs=jobs, ahead=ahead, pieces=_PIECES, piece_rows=piece_rows(dim),
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
     four = {"num_warps": 4}
@@ -192,7 +192,7 @@ def _launch_keys(
         ragged_map(call.v, BLOCK_KV, dim),
         ragged_map(call.dout, BLOCK_Q, dim),
         ragged_map(dq_sum, BLOCK_Q, dim // 2),
-        ragged_map(dq_sum, PIECE // (dim // 2), dim // 2),
+        ragged_map(dq_sum, piece_rows(dim), dim // 2),
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
