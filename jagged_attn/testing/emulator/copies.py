@@ -83,6 +83,15 @@ def _store_op(source: Buffer) -> tuple[Op, int]:
     return op, written
 
 
+def _submit_store(op: Op) -> None:
+    """Queue a bulk group, which waits of both kinds will ask for."""
+    run = machine()
+    run.submit(op)
+    run.running.stores.append(op)
+    run.running.writes.append(op)
+    run.pause()
+
+
 def async_descriptor_store(
     desc: Descriptor, source: Buffer, offsets: Sequence[Any], eviction_policy: str = "", store_reduce: Any = ""
 ) -> None:
@@ -95,10 +104,7 @@ def async_descriptor_store(
     op, written = _store_op(source)
     desc.record(op, box, True, bool(how), written)
     op.action = lambda: desc.reduce(box, source.data, how)
-    run.submit(op)
-    run.running.stores.append(op)
-    run.running.writes.append(op)
-    run.pause()
+    _submit_store(op)
 
 
 def async_store(dst_global_ptr: tl.tensor, src_smem: Buffer, size: Any) -> None:
@@ -118,10 +124,7 @@ def async_store(dst_global_ptr: tl.tensor, src_smem: Buffer, size: Any) -> None:
         desc.reduce(box, raw.view(item), "")
 
     op.action = finish
-    run.submit(op)
-    run.running.stores.append(op)
-    run.running.writes.append(op)
-    run.pause()
+    _submit_store(op)
 
 
 def async_descriptor_store_wait(pendings: Any) -> None:

@@ -140,12 +140,9 @@ def inline_asm_elementwise(
         return clock64()
     lines = [line.strip() for line in re.split(r"[;\n]", text)]
     real = [line for line in lines if line.strip("{} \t") and not _PTX_NOISE.match(line)]
-    acting = [line for line in real if not _PTX_IDLE.fullmatch(line)]
-    if real and not acting:
-        return tensor(np.zeros((), np_dtype(unwrap(dtype))), unwrap(dtype))
-    real = acting
     if len(real) == 1 and (store_wait := re.fullmatch(r"cp\.async\.bulk\.wait_group (\d+)", real[0])):
         copies.bulk_wait_group(int(store_wait[1]))
+    if len(real) == 1 and (store_wait or _PTX_IDLE.fullmatch(real[0])):
         return tensor(np.zeros((), np_dtype(unwrap(dtype))), unwrap(dtype))
     for pattern, function in _PTX_MNEMONICS:
         if len(real) == 1 and re.match(pattern, real[0].lstrip("{ ")):
