@@ -13,6 +13,7 @@ from ..masks import BlockDiagonal, Full, Mask
 from ..validation import check_flags
 from .options import AttentionOptions, Heads, check_sizes
 from .projections import HeadNorm, OutProjection, Projection, check_fits
+from .rows import rows_of
 
 _FULL = Full()
 
@@ -137,7 +138,7 @@ class JaggedTargetAttention(nn.Module):
         """
         rows = _query_rows(queries, self.queries, self.embed_dim, self.q_proj.weight)
         q = self.q_norm(self.q_proj(rows).unflatten(-1, (self.heads.num_heads, self.heads.head_dim)))
-        kv = self.kv_proj(_history_rows(history, self.kdim, self.kv_proj.weight))
+        kv = self.kv_proj(rows_of("history", history, self.kdim, self.kv_proj.weight))
         kv = kv.unflatten(-1, (2, self.heads.num_kv_heads, self.heads.head_dim))
         out = _attend(q, self.k_norm(kv[:, 0]), kv[:, 1], history, queries, self.options)
         return _shaped_like(queries, self.out_proj(out))
@@ -168,13 +169,6 @@ def _query_rows(queries: Any, learned: Tensor | None, width: int, weight: Tensor
         rows = queries
     check_fits("queries", rows, weight)
     return rows
-
-
-@torch.fx.wrap
-def _history_rows(history: Any, width: int, weight: Tensor) -> Tensor:
-    values = values_of("history", history, width)
-    check_fits("history", values, weight)
-    return values
 
 
 @torch.fx.wrap
