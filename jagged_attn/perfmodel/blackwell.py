@@ -214,6 +214,9 @@ ROUNDED = Work(fma=32, alu=64, other=80)
 class Keys(HandOut):
     """``tlx_blackwell.backward_kv`` where keys stay: scores in the middle, dQ over dP."""
 
+    # Chunks in which a tile's dQ leaves.
+    DQ_CHUNKS = DIM // _CHUNK
+
     def __init__(self, sm: Processor, config: BackwardConfig, act: str, items: Sequence[KeysItem]) -> None:
         self.sm, self.c, self.items, self.work = sm, config, items, GRADIENTS[act]
         self.softmax = act == "softmax"
@@ -258,27 +261,38 @@ class Keys(HandOut):
             for trip in range(item.tiles + 1):
                 last, ends = count - 1, trip == item.tiles
                 if trip:
-                    yield self.p_full.wait(last)
-                    yield self.dv_empty.wait(turn - 1)
-                    dv = self._product(registers=True)
-                    dv.then(partial(self.do_empty.arrive, last))
-                    if ends:
-                        dv.then(partial(self.dv_full.arrive, turn))
+                    yield from self._sum_of_values(last, turn, ends)
                 if not ends:
                     yield self.k_full.wait(turn)
                     yield self.q_full.wait(count)
-                    self._product().then(partial(self.s_full.arrive, count))
+                    self._scored(self._product(), count, turn, trip + 1 == item.tiles)
                 if trip:
                     yield from self._last_products(last, turn, ends)
                 if not ends:
                     yield self.v_full.wait(turn)
                     yield self.do_full.wait(count)
                     yield self.dq_empty.wait(count - 1)
-                    dp = self._product()
-                    dp.then(partial(self.dp_full.arrive, count))
-                    if trip + 1 == item.tiles:
-                        dp.then(partial(self.v_empty.arrive, turn))
+                    self._weighed(self._product(), count, turn, trip + 1 == item.tiles)
                     count += 1
+
+    def _sum_of_values(self, last: int, turn: int, ends: bool) -> Role:
+        """DV; dO has been waited for, and is free after it."""
+        yield self.p_full.wait(last)
+        yield self.dv_empty.wait(turn - 1)
+        dv = self._product(registers=True)
+        dv.then(partial(self.do_empty.arrive, last))
+        if ends:
+            dv.then(partial(self.dv_full.arrive, turn))
+
+    def _scored(self, s: Signal, count: int, turn: int, is_last: bool) -> None:
+        """What comes after S of a tile, the item's last or not."""
+        s.then(partial(self.s_full.arrive, count))
+
+    def _weighed(self, dp: Signal, count: int, turn: int, is_last: bool) -> None:
+        """What comes after dP."""
+        dp.then(partial(self.dp_full.arrive, count))
+        if is_last:
+            dp.then(partial(self.v_empty.arrive, turn))
 
     def _last_products(self, last: int, turn: int, ends: bool) -> Role:
         yield self.ds_full.wait(last)
@@ -306,15 +320,23 @@ class Keys(HandOut):
                 yield from sm.touch_rows(self.work.loads)
                 yield from sm.compute(self.work.weights)
                 yield from sm.columns(half // 2)
-                self.p_full.arrive(count)
+                self._arrive(self.p_full, count)
                 yield self.dp_full.wait(count)
                 yield from sm.columns(half)
                 yield from sm.touch_rows(self.work.loads)
                 yield from sm.compute(self.work.gradient)
-                yield from sm.touch(ROWS * half * BYTES)
-                yield sm.fence()
-                self.ds_full.arrive(count)
+                yield from self._hand_over(half, count)
                 count += 1
+
+    def _hand_over(self, half: int, count: int) -> Role:
+        """DS, to where the products take it."""
+        yield from self.sm.touch(ROWS * half * BYTES)
+        yield self.sm.fence()
+        self.ds_full.arrive(count)
+
+    def _arrive(self, barrier: Barrier, use: int) -> None:
+        """An arrival of a group, or of what leaves."""
+        barrier.arrive(use)
 
     def reduce(self) -> Role:
         """What leaves tensor memory: dQ of each tile, dV and dK of each item, 16 KiB at a time."""
@@ -326,14 +348,14 @@ class Keys(HandOut):
                 if trip + 1 == item.tiles:
                     yield self.dv_full.wait(turn)
                     yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
-                    self.dv_empty.arrive(turn)
+                    self._arrive(self.dv_empty, turn)
                 yield self.dq_full.wait(count)
-                yield from self._send(DIM // _CHUNK, _CHUNK, item.sum_miss, sent)
-                self.dq_empty.arrive(count)
+                yield from self._send(self.DQ_CHUNKS, _CHUNK, item.sum_miss, sent)
+                self._arrive(self.dq_empty, count)
                 count += 1
             yield self.dk_full.wait(turn)
             yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
-            self.dk_empty.arrive(turn)
+            self._arrive(self.dk_empty, turn)
 
     def _send(self, chunks: int, columns: int, miss: float, sent: list[Signal | None]) -> Role:
         for _ in range(chunks):
@@ -357,6 +379,8 @@ class Pairs(Keys):
 
     What one does for the other takes ``hop`` cycles to get there and as many to come back, which nobody has measured.
     """
+
+    DQ_CHUNKS = DIM // (2 * _CHUNK)  # each has half of a tile's dQ
 
     def __init__(
         self, sm: Processor, config: BackwardConfig, act: str, items: Sequence[KeysItem], hop: float = HOP
@@ -394,43 +418,30 @@ class Pairs(Keys):
                     yield from self._take(turn + 1)
                 count += 1
 
-    def mma(self) -> Role:
-        """As ``Keys.mma``, but dK before dQ, which waits for the dS of both."""
-        count = 0
-        for turn, item in enumerate(self.items):
-            yield from self._receive(turn)
-            for trip in range(item.tiles + 1):
-                last, ends = count - 1, trip == item.tiles
-                if trip:
-                    yield self.doc_full.wait(last)
-                    yield self.p_full.wait(last)
-                    yield self.dv_empty.wait(turn - 1)
-                    dv = self._product(registers=True)
-                    dv.then(partial(self.doc_empty.arrive, last))
-                    if ends:
-                        dv.then(partial(self.dv_full.arrive, turn))
-                if not ends:
-                    yield self.k_full.wait(turn)
-                    yield self.q_full.wait(count)
-                    s = self._product()
-                    s.then(partial(self.s_full.arrive, count))
-                    s.then(partial(self.q_empty.arrive, count))
-                    if trip + 1 == item.tiles:
-                        s.then(partial(self.k_empty.arrive, turn))
-                if trip:
-                    yield from self._last_products(last, turn, ends)
-                if not ends:
-                    yield self.v_full.wait(turn)
-                    yield self.do_full.wait(count)
-                    yield self.dq_empty.wait(count - 1)
-                    dp = self._product()
-                    dp.then(partial(self.dp_full.arrive, count))
-                    dp.then(partial(self.do_empty.arrive, count))
-                    if trip + 1 == item.tiles:
-                        dp.then(partial(self.v_empty.arrive, turn))
-                    count += 1
+    def _sum_of_values(self, last: int, turn: int, ends: bool) -> Role:
+        """DV, from halves of dO by columns."""
+        yield self.doc_full.wait(last)
+        yield self.p_full.wait(last)
+        yield self.dv_empty.wait(turn - 1)
+        dv = self._product(registers=True)
+        dv.then(partial(self.doc_empty.arrive, last))
+        if ends:
+            dv.then(partial(self.dv_full.arrive, turn))
+
+    def _scored(self, s: Signal, count: int, turn: int, is_last: bool) -> None:
+        super()._scored(s, count, turn, is_last)
+        s.then(partial(self.q_empty.arrive, count))
+        if is_last:
+            s.then(partial(self.k_empty.arrive, turn))
+
+    def _weighed(self, dp: Signal, count: int, turn: int, is_last: bool) -> None:
+        dp.then(partial(self.dp_full.arrive, count))
+        dp.then(partial(self.do_empty.arrive, count))
+        if is_last:
+            dp.then(partial(self.v_empty.arrive, turn))
 
     def _last_products(self, last: int, turn: int, ends: bool) -> Role:
+        """DK before dQ, which waits for the dS of both."""
         yield self.qc_full.wait(last)
         yield self.ds_full.wait(last)
         yield self.dk_empty.wait(turn - 1)
@@ -461,52 +472,16 @@ class Pairs(Keys):
         cycles = flop / (sm.machine.mma_flop * sm.machine.mma_efficiency)
         return sm.tensor.issue(0, cycles, read, steps)
 
-    def gradients(self) -> Role:
-        """As ``Keys.gradients``; dS to tensor memory, and to whom it belongs."""
-        sm, half = self.sm, ROWS // 2
-        count = 0
-        for turn, item in enumerate(self.items):
-            yield from self._receive(turn)
-            for _ in range(item.tiles):
-                yield self.s_full.wait(count)
-                yield from sm.columns(half)
-                yield from sm.touch_rows(self.work.loads)
-                yield from sm.compute(self.work.weights)
-                yield from sm.columns(half // 2)
-                self._after(2 * self.hop, self.p_full, count)
-                yield self.dp_full.wait(count)
-                yield from sm.columns(half)
-                yield from sm.touch_rows(self.work.loads)
-                yield from sm.compute(self.work.gradient)
-                yield from sm.columns(half // 2)
-                # As much comes as goes.
-                yield from sm.touch(ROWS * half * BYTES)
-                self._after(2 * self.hop, self.ds_full, count)
-                self._after(2 * self.hop, self.ds_whole, count)
-                count += 1
+    def _hand_over(self, half: int, count: int) -> Role:
+        """DS to tensor memory, and to whom it belongs; as much comes as goes."""
+        yield from self.sm.columns(half // 2)
+        yield from self.sm.touch(ROWS * half * BYTES)
+        self._arrive(self.ds_full, count)
+        self._arrive(self.ds_whole, count)
 
-    def reduce(self) -> Role:
-        """As ``Keys.reduce``, with half of each dQ."""
-        count = 0
-        sent: list[Signal | None] = [None] * self.c.dq_stages
-        for turn, item in enumerate(self.items):
-            yield from self._receive(turn)
-            for trip in range(item.tiles):
-                if trip + 1 == item.tiles:
-                    yield self.dv_full.wait(turn)
-                    yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
-                    self._after(2 * self.hop, self.dv_empty, turn)
-                yield self.dq_full.wait(count)
-                yield from self._send(DIM // (2 * _CHUNK), _CHUNK, item.sum_miss, sent)
-                self._after(2 * self.hop, self.dq_empty, count)
-                count += 1
-            yield self.dk_full.wait(turn)
-            yield from self._send(DIM // (2 * _CHUNK), 2 * _CHUNK, item.kv_miss, sent)
-            self._after(2 * self.hop, self.dk_empty, turn)
-
-    def _after(self, cycles: float, barrier: Barrier, use: int) -> None:
+    def _arrive(self, barrier: Barrier, use: int) -> None:
         """The other CTA's arrival: its work began with a signal from here, and its answer comes back."""
-        self.sm.clock.at(self.sm.clock.now + cycles, partial(barrier.arrive, use))
+        self.sm.clock.at(self.sm.clock.now + 2 * self.hop, partial(barrier.arrive, use))
 
 
 def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
