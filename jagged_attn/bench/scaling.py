@@ -36,8 +36,6 @@ from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
 
 # Samples of a rank in the checks, which run on one process too.
 _CHECKED = 12
-# Processors of a GPU that a collective may take, see docs/scaling.md.
-_NCCL_CTAS = "4"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _device(communication: str) -> torch.device:
     if communication == "gloo":
         return torch.device("cpu")
-    # NCCL reads it when the process group is made.
-    os.environ.setdefault("NCCL_MAX_CTAS", _NCCL_CTAS)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
@@ -84,7 +80,7 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
         for what in options.checks:
             ratios = check(what, how, scenario_of(options), device, options.backend)
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-            _say(f"{how:6s} {what:12s} right: {shown} of what is allowed")
+            _say(f"{how:11s} {what:12s} right: {shown} of what is allowed")
     return 0
 
 
@@ -120,7 +116,7 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
         ranks_now = 1 if how == "none" else world_size
         efficiency = ranks_now * alone / step_ms
         rows.append({"parallel": how, "ranks": ranks_now, "step_ms": step_ms, "scaling": efficiency})
-        _say(f"{how:6s} {ranks_now} ranks {step_ms:10.2f} ms a step, {efficiency:.3f} of {ranks_now}")
+        _say(f"{how:11s} {ranks_now} ranks {step_ms:10.2f} ms a step, {efficiency:.3f} of {ranks_now}")
         if rank == 0 and options.out:
             _write_csv(options.out, [row | asdict(provenance) for row in rows])
         del model

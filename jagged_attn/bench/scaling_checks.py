@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -26,9 +26,12 @@ from torch.nn import functional as F
 from ..distributed import fully_shard
 from .kunlun_steps import Batch, Ranker, Scenario, make_batch
 
-Parallel = Literal["none", "ddp", "fsdp2"]
+Parallel = Literal["none", "ddp", "fsdp2", "fsdp2_whole"]
 PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
+_FULLY_SHARDED = ("fsdp2", "fsdp2_whole")
 _RATE = 0.02
+# Processors of a GPU that a collective may take while the layers compute.
+_NCCL_CTAS = 4
 _ROUNDINGS = 8
 
 
@@ -40,7 +43,7 @@ def parallelize(
     Args:
         ranker: what is trained, with the same weights on all ranks.
         how: ``"none"``: as it is; ``"ddp"``: ``DistributedDataParallel``; ``"fsdp2"``: ``fully_shard``, a group of
-            parameters for each layer of the stack and one for the rest.
+            parameters for each layer of the stack and one for the rest; ``"fsdp2_whole"``: one group for all.
         device: of this rank.
         mixed: bfloat16 parameters in forward and backward of FSDP2, gradients reduced in float32. For the others,
             autocast does that.
@@ -49,17 +52,26 @@ def parallelize(
     if how == "ddp":
         ids = [device] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(ranker, device_ids=ids, gradient_as_bucket_view=True)
-    if how == "fsdp2":
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if how in _FULLY_SHARDED:
+        mesh = _mesh(device) if how == "fsdp2" else init_device_mesh(device.type, (dist.get_world_size(),))
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
         # The root casts what comes in; a layer's rotations stay as exact as they are.
         inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
         reshard = False if keep else None
         closing = [] if ranker.stack.closing is None else [ranker.stack.closing]
-        for layer in [*ranker.stack.layers, *closing]:
+        for layer in [*ranker.stack.layers, *closing] if how == "fsdp2" else []:
             fully_shard(layer, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard)
         fully_shard(ranker, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes), reshard_after_forward=reshard)
     return ranker
+
+
+def _mesh(device: torch.device) -> DeviceMesh:
+    """All ranks; collectives that run beside kernels hold few processors of a GPU, see docs/scaling.md."""
+    if device.type != "cuda":
+        return init_device_mesh(device.type, (dist.get_world_size(),))
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _NCCL_CTAS
+    return DeviceMesh.from_group(dist.new_group(backend="nccl", pg_options=options), device.type)
 
 
 def samples_of(batch: Batch, start: int, stop: int) -> Batch:
@@ -249,7 +261,7 @@ def train_on_ranks(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = parallelize(copy.deepcopy(ranker), how, device, mixed=mixed)
-    autocast = mixed and how != "fsdp2"
+    autocast = mixed and how not in _FULLY_SHARDED
     losses, parameters = _train(model, steps, lambda step: step.share(rank), float(world_size), autocast)
     all_losses, vector = torch.stack(losses).to(device), _vector(parameters)
     dist.all_reduce(all_losses)
@@ -287,7 +299,7 @@ def check(
     steps = make_steps(scenario, dist.get_world_size(), device, what)
     alone = train_alone(ranker, steps, in_shares=False)
     # What one process makes of the same roundings.
-    kind: Literal["", "autocast", "cast"] = "" if not mixed else "cast" if how == "fsdp2" else "autocast"
+    kind: Literal["", "autocast", "cast"] = "" if not mixed else "cast" if how in _FULLY_SHARDED else "autocast"
     other = train_alone(ranker, steps, in_shares=not mixed, mixed=kind)
     found = train_on_ranks(ranker, steps, how, device, mixed=mixed).difference(alone)
     spread = other.difference(alone)

@@ -108,7 +108,7 @@ def wrong_factor() -> str:
 def everything(folder: Path) -> dict[str, Any]:
     """All of it, in one start of two processes."""
     results: dict[str, Any] = {"stack": stack_gradients(dist.get_rank())}
-    for how in ("ddp", "fsdp2"):
+    for how in ("ddp", "fsdp2", "fsdp2_whole"):
         for what in CHECKS:
             results[f"{how} {what}"] = check(what, how, SCENARIO, CPU)
     results["wrong factor"] = wrong_factor()
