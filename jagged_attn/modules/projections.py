@@ -1,7 +1,6 @@
 """The linear maps around an attention: what makes q, k and v of jagged inputs, and what they are initialised with."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -126,19 +125,24 @@ class InProjection(nn.Module):
             return self.weight.split(self.block_sizes)
         return (self.q_weight, self.k_weight, self.v_weight)
 
-    def forward(self, query: Jagged, key: Jagged | None = None, value: Jagged | None = None) -> tuple[Tensor, ...]:
+    def forward(
+        self, query: Jagged, key: Jagged | None = None, value: Jagged | None = None, *, split: bool = True
+    ) -> tuple[Tensor, ...]:
         """Project.
 
         Args:
             query: values ``[T_q, E]``.
             key: values ``[T_kv, kdim]``; None: the query.
             value: values ``[T_kv, vdim]`` in the key's layout; None: the key.
+            split: False: leave together what one weight makes of one input.
 
         Returns:
-            q ``[T_q, H, D]``, k and v ``[T_kv, H_kv, D]``.
+            q ``[T_q, H, D]``, k and v ``[T_kv, H_kv, D]``. Unsplit, for self-attention with one weight: one tensor
+            ``[T_q, H + 2 H_kv, D]``.
         """
         weights = (self.weight, self.q_weight, self.k_weight, self.v_weight)
-        return _project(query, key, value, weights, self.bias, self.block_sizes, self.widths, self.head_dim)
+        blocks = (self.block_sizes, self.widths, self.head_dim)
+        return _project(query, key, value, weights, self.bias, blocks, split)
 
     def extra_repr(self) -> str:
         """The widths of the inputs and of the three results."""
@@ -148,24 +152,31 @@ class InProjection(nn.Module):
 @torch.fx.wrap
 def _project(
     query: Any, key: Any, value: Any, weights: Sequence[Tensor | None], bias: Tensor | None,
-    block_sizes: Sequence[int], widths: Sequence[int], head_dim: int,
+    blocks: tuple[tuple[int, ...], tuple[int, ...], int], split: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if key is None and value is not None:
         raise ValueError("value must be None unless key is given, got a value without a key.")
     key = query if key is None else key
     value = key if value is None else value
+    block_sizes, widths, head_dim = blocks
     fused, *separate = weights
-    starts = (0, *accumulate(block_sizes))
+    runs = _runs(query, key, value, fused is not None)
+    sizes = [sum(block_sizes[first:last]) for first, last in runs]
+    pieces = separate if fused is None else _pieces(fused, sizes)
+    biases = [None] * len(runs) if bias is None else _pieces(bias, sizes)
     out: list[Tensor] = []
-    for first, last in _runs(query, key, value, fused is not None):
+    for (first, last), weight, bias in zip(runs, pieces, biases, strict=True):
         name, x = (("query", query), ("key", key), ("value", value))[first]
         values = values_of(name, x, widths[first])
-        rows = slice(starts[first], starts[last])
-        weight = cast(Tensor, separate[first] if fused is None else fused[rows])
-        check_fits(name, values, weight)
-        y = F.linear(values, weight, None if bias is None else bias[rows])
-        out.extend(y.split([*block_sizes[first:last]], dim=-1))
+        check_fits(name, values, cast(Tensor, weight))
+        y = F.linear(values, cast(Tensor, weight), bias)
+        out.extend(y.split([*block_sizes[first:last]], dim=-1) if split else [y])
     return tuple(y.unflatten(-1, (-1, head_dim)) for y in out)
+
+
+def _pieces(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """``x`` in pieces of these many rows: whole if it is one, since the gradient of a part is copied into a whole."""
+    return [x] if len(sizes) == 1 else x.split([*sizes])
 
 
 def _runs(query: Any, key: Any, value: Any, is_fused: bool) -> tuple[tuple[int, int], ...]:

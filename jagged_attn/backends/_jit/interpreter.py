@@ -1,6 +1,7 @@
 """Triton's interpreter made fit for the tests that run kernels on a CPU: a repair, and arithmetic as on a GPU."""
 
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
+@cache
 def repair() -> None:
-    """Make products and casts in the interpreter right for bfloat16, in Triton 3.6 and in fbtriton 3.7.4.
+    """Make products and casts in the interpreter right for bfloat16, in Triton 3.6 and in fbtriton 3.7.4, once.
 
     Three faults are mended. The interpreter holds bfloat16 as the integers of its bits, and ``tl.dot`` multiplies
     those; a cast to bfloat16 cuts bits off where a GPU rounds to nearest even. And in fbtriton 3.7.4 the language

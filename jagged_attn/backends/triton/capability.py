@@ -11,6 +11,7 @@ from ...spec import AttentionSpec
 from ..base import Arch
 
 MAX_HEAD_DIM = 256
+_NO_INTERPRETER = "runs on a CPU only in Triton's interpreter, for tests (TRITON_INTERPRET=1)"
 
 
 def is_interpreted() -> bool:
@@ -18,15 +19,22 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
+def refuses_device(arch: Arch) -> str | None:
+    """Why plain Triton kernels do not run on a device; ``None`` if they do where Triton is installed."""
+    if arch.device_type == "cpu":
+        return None if is_interpreted() else _NO_INTERPRETER
+    if arch.device_type != "cuda":
+        return f"does not run on device type {arch.device_type!r}"
+    if not arch.is_hip and (arch.capability or (0, 0)) < (8, 0):
+        return f"needs compute capability 8.0 or newer, got {arch.capability}"
+    return None
+
+
 def supports(spec: AttentionSpec, arch: Arch) -> str | None:
     """See ``Capability.supports``."""
-    if arch.device_type == "cpu":
-        if not is_interpreted():
-            return "runs on a CPU only in Triton's interpreter, for tests (TRITON_INTERPRET=1)"
-    elif arch.device_type != "cuda":
-        return f"does not run on device type {arch.device_type!r}"
-    elif not arch.is_hip and (arch.capability or (0, 0)) < (8, 0):
-        return f"needs compute capability 8.0 or newer, got {arch.capability}"
+    refusal = refuses_device(arch)
+    if refusal is not None:
+        return refusal
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"takes bfloat16, float16 and float32, got {spec.dtype}"
     for name, dim in (("head dim", spec.head_dim), ("value head dim", spec.value_head_dim)):
