@@ -13,7 +13,7 @@ from ..layout import uniform_like
 from ..masks import Full
 from ..validation import check_flags, check_number
 from .options import AttentionOptions, Heads, check_sizes
-from .projections import Projection
+from .projections import Projection, mix_tokens
 from .rows import rows_of, tokens_of
 
 _FULL = Full()
@@ -67,9 +67,11 @@ class KeyValueGeneration(nn.Module):
             ValueError: its shape, dtype or device is wrong.
         """
         context = tokens_of("context", context, self.num_tokens, self.proj.in_features, self.proj.weight)
-        kv = self.proj(context).unflatten(-1, (2, -1)).permute(2, 0, 1, 3)
-        k, v = torch.matmul(self.token_mix[:, None], kv).unflatten(-1, (self.heads.num_heads, -1)).unbind(0)
-        return k, v
+        columns_k, columns_v = self.proj(context).chunk(2, dim=-1)
+        mix_k, mix_v = self.token_mix.unbind(0)
+        # Two products: the gradients of parts of one, which are large, would have to be copied together.
+        k, v = mix_tokens(mix_k, columns_k), mix_tokens(mix_v, columns_v)
+        return k.unflatten(-1, (self.heads.num_heads, -1)), v.unflatten(-1, (self.heads.num_heads, -1))
 
     def extra_repr(self) -> str:
         """Sizes."""

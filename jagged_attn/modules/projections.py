@@ -65,6 +65,15 @@ class HeadNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(x.dtype)
 
 
+def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
+    """``W X``, the same ``weight [n_out, n]`` for the tokens ``x [..., n, E]`` of every sample: ``[..., n_out, E]``.
+
+    One product a sample, contiguous whatever the strides of ``x``: PyTorch would make this one product of transposed
+    copies, and leave x a transposed gradient.
+    """
+    return torch.matmul(weight.expand(x.shape[:-2] + (-1, -1)), x)
+
+
 class InProjection(nn.Module):
     """q, k and v of jagged queries, keys and values.
 

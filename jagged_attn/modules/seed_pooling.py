@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..jagged_tensor import Jagged, with_values
 from ..validation import check_flags, check_number
 from .options import check_sizes
+from .projections import mix_tokens
 from .rows import rows_of
 from .target_attention import JaggedTargetAttention
 
@@ -80,7 +81,7 @@ class SumKronLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., S, E]`` to ``[..., T, E']``."""
         # Rows ordered by (t, i), so that Σ_i is one matrix product with the k maps W_i stacked.
-        mixed = torch.matmul(self.z.permute(2, 0, 1).flatten(0, 1), x)
+        mixed = mix_tokens(self.z.permute(2, 0, 1).flatten(0, 1), x)
         return torch.matmul(mixed.unflatten(-2, (-1, self.z.shape[0])).flatten(-2), self.w.flatten(0, 1))
 
     def extra_repr(self) -> str:

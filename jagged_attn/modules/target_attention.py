@@ -139,8 +139,8 @@ class JaggedTargetAttention(nn.Module):
         rows = _query_rows(queries, self.queries, self.embed_dim, self.q_proj.weight)
         q = self.q_norm(self.q_proj(rows).unflatten(-1, (self.heads.num_heads, self.heads.head_dim)))
         kv = self.kv_proj(rows_of("history", history, self.kdim, self.kv_proj.weight))
-        kv = kv.unflatten(-1, (2, self.heads.num_kv_heads, self.heads.head_dim))
-        out = _attend(q, self.k_norm(kv[:, 0]), kv[:, 1], history, queries, self.options)
+        k, v = kv.unflatten(-1, (2, self.heads.num_kv_heads, self.heads.head_dim)).unbind(1)
+        out = _attend(q, self.k_norm(k), v, history, queries, self.options)
         return _shaped_like(queries, self.out_proj(out))
 
     def extra_repr(self) -> str:

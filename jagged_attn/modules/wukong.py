@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..validation import check_number
 from .options import check_sizes
-from .projections import Projection
+from .projections import Projection, mix_tokens
 from .seed_pooling import reset_modules
 
 Partition = Literal["strided", "contiguous"]
@@ -55,8 +55,7 @@ class TokenLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., n, E]`` to ``[..., n_out, E]``."""
-        # One product a sample: PyTorch would make this one of transposed copies, and leave x a transposed gradient.
-        return torch.matmul(self.weight.expand(x.shape[:-2] + (-1, -1)), x)
+        return mix_tokens(self.weight, x)
 
     def extra_repr(self) -> str:
         """Sizes."""
@@ -131,7 +130,7 @@ class WukongLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, n, E]`` to ``[B, n_F + n_L, E]``."""
-        products = torch.matmul(x, torch.matmul(x.transpose(-1, -2), self.y))
+        products = torch.matmul(x, mix_tokens(self.y.t(), x).transpose(-1, -2))
         fmb = self.mlp(self.norm(products.flatten(-2))).unflatten(-1, (self.num_fmb, -1))
         return self.out_norm(torch.cat([fmb, self.lcb(x)], dim=-2) + self.residual(x))
 
@@ -202,12 +201,19 @@ class WukongExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, n, E]`` to ``[B, n_out, E]``."""
+        parts = self._parts(x)
+        return torch.cat([expert(parts[i]) for i, expert in enumerate(self.experts)], dim=1)
+
+    def _parts(self, x: Tensor) -> Any:
         count = len(self.experts)
-        if self.partition == "strided":
-            parts = [x[:, first::count] for first in range(count)]
-        else:
-            parts = list(torch.split(x, self.sizes, dim=1)) if count > 1 else [x]
-        return torch.cat([self.experts[i](parts[i]) for i in range(count)], dim=1)
+        if count == 1:
+            return [x]
+        if self.partition == "contiguous":
+            return torch.split(x, self.sizes, dim=1)
+        if self.sizes[0] == self.sizes[-1]:
+            # The gradients of these are stacked in one go, where each slice's would be put into a whole of zeros.
+            return x.unflatten(1, (-1, count)).unbind(2)
+        return [x[:, first::count] for first in range(count)]
 
     def extra_repr(self) -> str:
         """Sizes and options."""
