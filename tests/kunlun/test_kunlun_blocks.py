@@ -143,6 +143,16 @@ DENSE = {
         (11, 5),
         lambda p, x: padded.wukong_experts(p, x, [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8]]),
     ),
+    "experts, strided evenly": (
+        WukongExperts(12, 7, 5, 3, rank=2),
+        (12, 5),
+        lambda p, x: padded.wukong_experts(p, x, padded.strided(12, 3)),
+    ),
+    "one expert": (
+        WukongExperts(11, 7, 5, 1, rank=2),
+        (11, 5),
+        lambda p, x: padded.wukong_experts(p, x, [[*range(11)]]),
+    ),
     "experts, contiguous": (
         WukongExperts(11, 7, 5, 3, rank=2, partition="contiguous"),
         (11, 5),

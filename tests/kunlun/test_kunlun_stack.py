@@ -2,12 +2,14 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import kunlun_padded as padded
 import pytest
 import torch
 from kunlun_checks import assert_same, jagged, pad, randomized
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jagged_attn.modules.gdpa import PersonalizedFeedForward
 from jagged_attn.modules.kunlun import Kunlun
@@ -163,6 +165,32 @@ def test_every_parameter_gets_a_gradient(closing_pool, lengths):
     tokens, events, lengths_t, stamps, _ = batch(lengths)
     model(tokens, {name: jagged(x, lengths_t[name]) for name, x in events.items()}, stamps).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what runs: operators by name, and the elements of copies to other strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.cloned = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket] += 1
+        if func.overloadpacket is torch.ops.aten.clone:
+            self.cloned = max(self.cloned, out.numel())
+        return out
+
+
+def test_no_gradient_is_put_into_a_whole_of_zeros_and_no_rows_are_copied_to_other_strides():
+    model = Kunlun(TOKENS, WIDTH, TOWERS, replace(SIZES, num_summary_tokens=4), dtype=torch.float64)
+    tokens, events, lengths, stamps, _ = batch({name: [40, 1, 9, 30] for name in LENGTHS})
+    inputs = {name: jagged(x.requires_grad_(), lengths[name]) for name, x in events.items()}
+    with _Operators() as seen:
+        model(tokens.requires_grad_(), inputs, stamps).square().sum().backward()
+    aten = torch.ops.aten
+    assert not {aten.select_backward, aten.slice_backward, aten.index_put, aten.repeat} & seen.counts.keys()
+    assert seen.cloned <= max(p.numel() for p in model.parameters())
 
 
 def test_without_a_closing_pool_nothing_is_built_that_nobody_reads():
