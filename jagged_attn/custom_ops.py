@@ -6,6 +6,8 @@ Three operators carry the library through autograd, ``torch.compile``, ``torch.e
 - ``jagged_attn::attention_backward``;
 - ``jagged_attn::tile_table``, which makes a tile table inside a compiled graph.
 
+``rotation.py`` adds ``jagged_attn::rotate``, for eager execution alone.
+
 The static facts of a call travel as strings and numbers, so that a graph dump reads well and a saved graph needs no
 object of ours. A backend's kernels are imported when an operator executes, never before.
 """
