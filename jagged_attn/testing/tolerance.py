@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 
-def tolerance(exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float = 0.0) -> float:
+def tolerance(
+    exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float = 0.0, cancelled: float = 0.0
+) -> float:
     """The largest absolute error that a backend may have.
 
-    ``2 max|eager - exact| + (eps + (sqrt(terms) + largest_score) eps_acc) max|exact|``: twice the error that ``eager``
+    ``2 max|eager - exact| + (eps + (sqrt(terms) + largest_score) eps_acc) max|exact| + sqrt(terms) eps_acc cancelled``:
+    twice the error that ``eager``
     has in the same dtype; one rounding of the largest element to that dtype; and, in the dtype of accumulation, the
     roundings of a sum of ``terms`` terms in another order and of ``exp(s)``, whose relative error is that of s times s.
     Elements of ``exact`` that are not finite are left out.
@@ -19,6 +22,7 @@ def tolerance(exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float
         eager: the ``eager`` backend's result in the dtype under test.
         terms: of the longest sum behind an element.
         largest_score: the largest magnitude that is exponentiated.
+        cancelled: the largest magnitude of what is summed up, where sums of large terms are small or 0.
     """
     finite = exact.isfinite()
     if not finite.any():
@@ -27,7 +31,7 @@ def tolerance(exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float
     error = (eager[finite].double() - exact).abs().max().item()
     eps_acc = torch.finfo(torch.float64 if eager.dtype == torch.float64 else torch.float32).eps
     roundings = torch.finfo(eager.dtype).eps + (math.sqrt(terms) + largest_score) * eps_acc
-    return 2 * error + roundings * exact.abs().max().item()
+    return 2 * error + roundings * exact.abs().max().item() + math.sqrt(terms) * eps_acc * cancelled
 
 
 def assert_within(
