@@ -15,21 +15,17 @@ from jagged_attn.testing.aot import Compilation, Gate, compile_kernel
 _CONTAINS = ("wgmma", "tma_load", "tma_store", "tma_reduce", "setmaxnreg", "proxy_fence", "named_barrier")
 
 
-def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offsets="i64", sums=True, jobs=0):  # noqa: B008 - frozen
+def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offsets="i64", sums=True):  # noqa: B008 - frozen
     queries, keys = (f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>" for rows in (64, 128))
     signature = {"desc_q": queries, "desc_k": keys, "desc_v": keys, "desc_do": queries}
-    piece_rows = 1024 // dim
-    sums_of = [f"tensordesc<fp32[1, 1, {n}, {dim // 2}]>" for n in (64, piece_rows)]
-    signature |= {"desc_sum": sums_of[0], "desc_piece": sums_of[1], "desc_dk": queries, "desc_dv": queries}
+    signature |= {"desc_sum": f"tensordesc<fp32[1, 1, 64, {dim // 2}]>", "desc_dk": queries, "desc_dv": queries}
     signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32", "slots": "*i32"}
     signature |= {"offsets_q": f"*{offsets}", "offsets_kv": f"*{offsets}"}
-    signature |= {"dq_out": f"*{dtype}", "left": "*i32", "ready": "*i32"}
     signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
     constants = Constants(
         heads=4, group=group, dim=dim, mask=mask.code, act=act, fast_tanh=True, rows=64, keys=128,
         stages=2 if dim == 128 else 4, ds_stages=2, sums=sums, replicas=0,
-        jobs=jobs > 0, ahead=jobs > 1, pieces=8, piece_rows=piece_rows,
     )  # fmt: skip
     return Compilation(name, backward_kv, signature, {"C": constants}, 90)
 
@@ -82,30 +78,19 @@ CONFIGURATIONS = [
 ]
 
 
-# With dQ's sums rounded, and zeroed, by roles of the kernel: a load role of one warp and one of two that rounds.
-INSIDE = [
-    (_main("D128, jobs", jobs=1), 256),
-    (_main("D128, jobs, ahead", jobs=2), 512),
-    (_main("D64, jobs, ahead", dim=64, jobs=2), 0),
-    (_main("D128, causal, jobs, ahead", mask=Causal(), jobs=2), 800),
-]
-
-
 @functools.cache
 def _compiled(name):
-    return compile_kernel(next(c for c, _ in [*CONFIGURATIONS, *INSIDE] if c.name == name))
+    return compile_kernel(next(c for c, _ in CONFIGURATIONS if c.name == name))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "spills"), [*CONFIGURATIONS, *INSIDE], ids=[c.name for c, _ in [*CONFIGURATIONS, *INSIDE]]
-)
+@pytest.mark.parametrize(("wanted", "spills"), CONFIGURATIONS, ids=[c.name for c, _ in CONFIGURATIONS])
 def test_the_gradients_pass_their_gate(wanted, spills):
     found = _compiled(wanted.name)
     gate = Gate(warps=12, spills=spills, registers=(24, 240), contains=_CONTAINS, lacks=("cp_async",))
     assert not gate.violations(found), "\n".join(gate.violations(found))
 
 
-@pytest.mark.parametrize("name", ["D128", "D128, causal", "D128, fast_gelu", "D128, jobs"])
+@pytest.mark.parametrize("name", ["D128", "D128, causal", "D128, fast_gelu"])
 def test_the_warps_of_a_group_meet_around_each_tma_store(name):
     # The source has no barrier there: it relies on those that the compiler puts between the threads that write a
     # buffer and the one that hands it to TMA, and after that one has waited for TMA to have read it.

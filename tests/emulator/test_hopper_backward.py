@@ -108,37 +108,6 @@ FACTORS = {
 }
 
 
-# dQ rounded, and its sums zeroed, by the main kernel: a sequence of one tile, of several, none; one CTA and many.
-INSIDE = {
-    "self": Case(EDGES, extra_rows=130),
-    "cross": Case(EDGES, (65, 300, 0, 129, 64, 1, 3, 63, 0, 128)),
-    "grouped, head dim 128": Case((129, 0, 300), heads=(4, 2), dim=128),
-    "window": Case((1, 200, 70), mask=SlidingWindow(70, 5), heads=(2, 2)),
-    "nothing": Case((0, 0), (3, 70), extra_rows=2),
-}
-
-
-@pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.parametrize("processors", [1, 3])
-def test_sums_inside(name, processors, monkeypatch):
-    monkeypatch.setattr(launch_backward, "SUMS", "jobs" if processors == 1 else "jobs,ahead")
-    _check(INSIDE[name], processors=processors)
-
-
-@pytest.mark.emulator(seeds=1, roles=("load", "gradients", "finish"))
-def test_sums_inside_under_every_policy(schedule, monkeypatch):
-    monkeypatch.setattr(launch_backward, "SUMS", "jobs,ahead")
-    _check(Case((130, 65, 3), heads=(2, 1), mask=Causal(), extra_rows=3), schedule)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50))
-def test_sums_inside_seeds(seed, monkeypatch):
-    for what in ("jobs", "jobs,ahead"):
-        monkeypatch.setattr(launch_backward, "SUMS", what)
-        _check(Case((130, 5, 257), heads=(2, 2)), Schedule("random", seed), processors=1 + seed % 5)
-
-
 @pytest.mark.parametrize("name", EXTENTS)
 def test_extents(name):
     _check(EXTENTS[name])

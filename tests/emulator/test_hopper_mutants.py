@@ -10,7 +10,6 @@ import test_hopper_forward as forwards
 from replay import Replay, capture
 
 from jagged_attn.backends._jit.rings import open_slot, publish
-from jagged_attn.backends.tlx_hopper import launch_backward
 from jagged_attn.backends.tlx_hopper.backward import backward_kv
 from jagged_attn.backends.tlx_hopper.backward_broadcast_q import backward_64, backward_128
 from jagged_attn.backends.tlx_hopper.backward_queries import backward_q
@@ -30,16 +29,13 @@ def _forward(**call) -> Replay:
         )
 
 
-def _backward(lengths, sums="", kernel=backward_kv, processors=2, **facts) -> Replay:
+def _backward(lengths, kernel=backward_kv, processors=2, **facts) -> Replay:
     case = keys_stay.Case(lengths, **facts)
     keys = ("desc_dk", "desc_dv")
     once = keys if kernel is backward_kv else ("desc_dq",)
-    references = (*keys, *(["dq_out"] if sums else [])) if kernel is backward_kv else once
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_backward, "SUMS", sums)
-        return capture(
-            lambda: keys_stay._run(case, _SCHEDULE, processors=processors), (kernel,), references=references, once=once
-        )
+    return capture(
+        lambda: keys_stay._run(case, _SCHEDULE, processors=processors), (kernel,), references=once, once=once
+    )
 
 
 def _broadcast_q(num_queries) -> Replay:
@@ -60,7 +56,6 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
     },
     "backward": {
         "sums": lambda: _backward((257, 5, 64, 130)),
-        "sums inside": lambda: _backward((257, 5, 64, 130), "jobs,ahead"),
         "element-wise": lambda: _backward((200, 5), activation="silu", dim=128),
         "without sums": lambda: _backward((257, 5), deterministic=True),
     },

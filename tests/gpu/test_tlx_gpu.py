@@ -38,7 +38,6 @@ TARGET = Target(BACKEND, "cuda")
 LONG = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0, 513)
 # Kernels that are there on request.
 SWITCHES = {
-    "tlx_hopper": ["JAGGED_ATTN_HOPPER_BACKWARD=jobs", "JAGGED_ATTN_HOPPER_BACKWARD=jobs,ahead"],
     "tlx_blackwell": [
         "JAGGED_ATTN_BLACKWELL_FORWARD=two_ctas=1,k_stages=6,v_stages=6",
         "JAGGED_ATTN_BLACKWELL_BACKWARD=two_ctas=1,q_stages=1",

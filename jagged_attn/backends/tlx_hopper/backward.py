@@ -3,20 +3,19 @@
 
 ``backward_kv`` keeps a tile of 128 keys, streams the queries that see it, and adds each query tile's share of dQ to an
 fp32 sum in global memory. Which tile adds first is not repeatable: ``backward_queries`` is there for calls that must
-be. ``finish_dq`` has what may become of that sum inside this kernel. The factor ``out_scale`` is left out of all
-scores' gradients until the end: the delta handed in is divided by it, and dQ, dK and dV are multiplied by it once.
+be. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta handed in is divided by it,
+and dQ, dK and dV are multiplied by it once.
 
     dV = c P^T dO     dS = P (dO V^T - delta / c)     dK = c scale dS^T Q     dQ = c scale dS K     (c = out_scale)
 
 ``C`` is a ``Constants``: heads, group, dim, mask, act, fast_tanh; rows and keys of a tile of queries and of keys;
-stages and ds_stages of the rings; sums, jobs, ahead, replicas (see the kernel); pieces of piece_rows (``finish_dq``).
+stages and ds_stages of the rings; sums and replicas (see the kernel).
 """
 
 import triton
 import triton.language as tl
 
 from .._jit.backward_rows import (
-    entry_of,
     first_query_of,
     key_item,
     masked,
@@ -28,7 +27,6 @@ from .._jit.backward_rows import (
 from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
 from .._jit.scores import LOG2E, activate, derivative, mask_kind
 from .._jit.tlx import tlx
-from .finish_dq import JOB_SLOT, LANDINGS, count_down, finish_jobs, sums_landed, wait_for_zeros, zero_next, zeroed
 
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
@@ -36,25 +34,16 @@ _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((
 
 @triton.jit
 def _take(number, turn, hand_out, where, C: tl.constexpr):
-    """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics.
-
-    Returns:
-        The item, see ``key_item``; with jobs where its sequence and key head are counted, below 0 past the last item.
-    """
+    """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics."""
     slots, item_full, item_empty = hand_out
-    KV_HEADS: tl.constexpr = C.heads // C.group
-    item = key_item(number, *where, KV_HEADS, C.rows, C.keys, C.mask)
+    item = key_item(number, *where, C.heads // C.group, C.rows, C.keys, C.mask)
     publish(slots, item_full, item_empty, turn, item[:8], ITEM_SLOT)
-    count_at = 0
-    if C.jobs:
-        b, _ = entry_of(where[1], tl.minimum(number, where[0] - 1), KV_HEADS)
-        count_at = tl.where(item[4] > 0, b * KV_HEADS + item[0], -1)
-    return item, count_at
+    return item
 
 
 @triton.jit
-def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, counts, where, counter, hand_out, tiles, rows,
-          zero_tile, sums_done, job_ring, loads, C: tl.constexpr):  # fmt: skip
+def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads,
+          C: tl.constexpr):  # fmt: skip
     """Hand out the items, each looked up while the one before it is loaded, and bring their tiles."""
     q_tiles, do_tiles, k_tile, v_tile = tiles
     lse_rows, delta_rows = rows
@@ -62,27 +51,12 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, counts, where, c
     SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = C.rows * (ROW_BYTES + (4 if SOFTMAX else 0))
-    left, ready = counts
     count = 0
     turn = 0
-    jobs = 0
-    # Items whose additions may not have landed yet: the last one and the one before it.
-    last = (-1, 0, 0)
-    before = (-1, 0, 0)
-    number = tl.program_id(0)
-    if C.ahead:
-        number = tl.atomic_add(counter, 1)
-    item, count_at = _take(number, turn, hand_out, where, C)
-    share = (number * 0, number * 0)
-    if C.ahead:
-        share = zero_next(desc_sum, zero_tile, number, item, where, C)
-        zeroed(ready, share)
+    item = _take(tl.program_id(0), turn, hand_out, where, C)
     while item[4] > 0:
         kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key, block = item
         following = item
-        following_count = count_at
-        if C.ahead:
-            wait_for_zeros(ready, count_at, len_q)
         # Keys that no query sees are not loaded: what lies there may be NaN, and their gradients are 0.
         at_kv = ragged(start_kv, tl.where(len_q > 0, len_kv, 0), first_key, kv_head * C.dim)
         # Shared queries are not at their sequence's place, but the first rows of all.
@@ -112,29 +86,12 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, counts, where, c
             if trip == 0:
                 tlx.barrier_expect_bytes(v_full[0], C.keys * ROW_BYTES)
                 tlx.async_descriptor_load(desc_v, v_tile[0], at_kv, v_full[0])
-                if C.ahead:
-                    number = tl.atomic_add(counter, 1)
-                else:
-                    number = next_item(counter)
-                following, following_count = _take(number, turn + 1, hand_out, where, C)
-                if C.ahead:
-                    share = zero_next(desc_sum, zero_tile, number, following, where, C)
-            if C.ahead:  # noqa: SIM102 - one is decided when this is compiled
-                # A tile later, so that nothing is waited for.
-                if trip == tl.minimum(C.group * n - 1, 1):
-                    zeroed(ready, share)
+            if trip == tl.minimum(C.group * n - 1, 1):
+                # When as much is under way as the rings hold: the look-up takes as long as a tile.
+                following = _take(next_item(counter), turn + 1, hand_out, where, C)
             count += 1
-        if C.jobs:
-            jobs = count_down(left, before, turn, sums_done, *job_ring, jobs, C.heads // C.group)
-            before = last
-            last = (count_at, start_q, len_q)
         turn += 1
         item = following
-        count_at = following_count
-    if C.jobs:
-        jobs = count_down(left, before, turn, sums_done, *job_ring, jobs, C.heads // C.group)
-        jobs = count_down(left, last, turn + 1, sums_done, *job_ring, jobs, C.heads // C.group)
-        publish(*job_ring, jobs, (0, 0, 0), JOB_SLOT)
 
 
 @triton.jit
@@ -174,8 +131,8 @@ def _add_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.con
 
 
 @triton.jit
-def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange,
-               sums_done, loads, C: tl.constexpr):  # fmt: skip
+def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads,
+               C: tl.constexpr):  # fmt: skip
     """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
@@ -271,8 +228,6 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
             dq_end = tlx.async_dot(
                 tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS])
             )
-            if C.jobs:
-                sums_landed(sums_done, turn)
             tlx.async_descriptor_store_wait(0)
             dq_end = tlx.async_dot_wait(0, dq_end)
             tlx.barrier_arrive(ds_empty[last_buf], 1)
@@ -289,9 +244,6 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         turn += 1
         following = receive_queries(slots, item_full, turn)
-        # The dK of the item before left this buffer before the additions since then left theirs.
-        if C.jobs:
-            tlx.async_descriptor_store_wait(0)
         at = ragged(start_kv, len_kv, first_key + g * HALF, kv_head * C.dim)
         tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
         tlx.fence("async_shared")
@@ -301,22 +253,19 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
         tlx.fence("async_shared")
         tlx.async_descriptor_store(desc_dk, out_tiles[g], at)
         kv_head, start_q, len_q, begin, n = following
-    if C.jobs:
-        sums_landed(sums_done, turn)
     tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items"])
-def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_piece, desc_dk, desc_dv, row_stats, table, counter,
-                slots, offsets_q, offsets_kv, dq_out, left, ready, num_sequences, total_q, total_kv, items, scale,
-                out_scale, C: tl.constexpr):  # fmt: skip
+def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row_stats, table, counter, slots,
+                offsets_q, offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale,
+                C: tl.constexpr):  # fmt: skip
     """dK and dV: persistent, a work item is a key tile of a key head.
 
-    With ``sums``, dQ / (scale out_scale) is added to a sum in global memory; without, it is not made. With ``jobs``
-    that sum is rounded to ``dq_out``, with ``ahead`` it is zeroed too. With ``replicas`` the queries are shared by all
-    sequences: ``offsets_q`` are those of dO, and dQ is added to one of that many sums, so that few CTAs add to the same
-    rows. In the loop over queries the groups free buffers thread by thread: an arrival for all would make their warps
-    meet twice each time.
+    With ``sums``, dQ / (scale out_scale) is added to a sum in global memory; without, it is not made. With ``replicas``
+    the queries are shared by all sequences: ``offsets_q`` are those of dO, and dQ is added to one of that many sums, so
+    that few CTAs add to the same rows. In the loop over queries the groups free buffers thread by thread: an arrival
+    for all would make their warps meet twice each time.
 
     | barrier | count | arrives | waits |
     |---|---|---|---|
@@ -328,11 +277,6 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_piece, desc_dk, 
     | ds_empty | 2 × 128 | both groups, after dQ | both groups, before they store the next dS |
     | item_full | 1 | load, when the slot holds an item | both groups |
     | item_empty | 2 | both groups, when the item's last product is done | load |
-    | sums_done | 2 × 128 | both groups, when all additions but those of an item's last tile are in memory | load |
-    | job_full | 1 | load, when the slot holds a job | finish |
-    | job_empty | 1 | finish, when its rows are stored | load |
-    | piece_full | 1 + bytes | finish | finish |
-    | piece_empty | 64 | finish, when the piece is in registers | finish |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     k_tile = tlx.local_alloc((C.keys, C.dim), DTYPE, 1)
@@ -341,16 +285,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_piece, desc_dk, 
     do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     ds_tiles = tlx.local_alloc((C.keys, C.rows), DTYPE, C.ds_stages)
     HALF: tl.constexpr = C.dim // 2
-    if C.jobs:
-        # dV and dK leave through the buffers of dQ: that makes room for pieces of sums, and for zeros.
-        way_out = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
-        dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2, reuse=way_out)
-        out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2, reuse=way_out)
-        piece_tiles = tlx.local_alloc((C.piece_rows, HALF), tl.float32, C.pieces)
-    else:
-        dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2)
-        out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2)
-        piece_tiles = dq_tiles
+    dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2)
+    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2)
     lse_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     delta_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     q_full = tlx.alloc_barriers(C.stages)
@@ -363,41 +299,19 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_piece, desc_dk, 
     ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 2)
-    sums_done = tlx.alloc_warp_barrier(LANDINGS, 4, 2)
-    job_full = tlx.alloc_barriers(2)
-    job_empty = tlx.alloc_barriers(2)
-    piece_full = tlx.alloc_barriers(C.pieces)
-    piece_empty = tlx.alloc_warp_barrier(C.pieces, 2)
     # The first dQ of all, which is dropped, reads the last buffer.
     tlx.local_store(ds_tiles[C.ds_stages - 1], tl.zeros([C.keys, C.rows], DTYPE))
-    zero_tile = dq_tiles
-    if C.ahead:
-        zero_tile = tlx.local_alloc((C.rows, HALF), tl.float32, 1)
-        tlx.local_store(zero_tile[0], tl.zeros([C.rows, HALF], tl.float32))
     tlx.fence("async_shared")
     where = (items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)
     hand_out = (slots, item_full, item_empty)
     tiles = (q_tiles, do_tiles, k_tile, v_tile)
     rows = (lse_rows, delta_rows)
     exchange = (ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty)
-    job_ring = (slots + tl.num_programs(0) * (2 * ITEM_SLOT), job_full, job_empty)
-    pieces = (piece_tiles, piece_full, piece_empty)
     loads = (q_full, do_full, tile_empty, k_full, v_full, keys_empty)
-    for_load = (desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, (left, ready), where, counter, hand_out, tiles,
-                rows, zero_tile, sums_done, job_ring, loads)  # fmt: skip
-    for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, sums_done, loads)
+    for_load = (desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads)
+    for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
     with tlx.async_tasks():
-        if C.jobs:
-            with tlx.async_task("default"):
-                _gradients(0, *for_groups, C)
-            with tlx.async_task(num_warps=4, registers=240):
-                _gradients(1, *for_groups, C)
-            with tlx.async_task(num_warps=1, registers=24):
-                _load(*for_load, C)
-            with tlx.async_task(num_warps=2, registers=24):
-                finish_jobs(desc_piece, dq_out, scale * out_scale, *job_ring, pieces, C)
-        else:
-            with tlx.async_task("default"):
-                _load(*for_load, C)
-            with tlx.async_task(num_warps=4, registers=240, replicate=2):
-                _gradients(tlx.async_task_replica_id(), *for_groups, C)
+        with tlx.async_task("default"):
+            _load(*for_load, C)
+        with tlx.async_task(num_warps=4, registers=240, replicate=2):
+            _gradients(tlx.async_task_replica_id(), *for_groups, C)

@@ -1,6 +1,5 @@
 """The host's side of the Hopper backward of self and cross attention, and of more shared queries than fit a tile."""
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +18,6 @@ from ..base import Geometry, new_gradients
 from .backward import backward_kv
 from .backward_queries import backward_q
 from .capability import BLOCK_KV, BLOCK_Q
-from .finish_dq import CTA_JOB_SLOTS, piece_rows, prepare_sums
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}
@@ -31,18 +29,14 @@ _REPLICAS = 16
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
 _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
-# What the main kernel does with the sums of dQ beside adding them up: "jobs" rounds them, "jobs,ahead" zeroes them too.
-SUMS = os.environ.get("JAGGED_ATTN_HOPPER_BACKWARD", "")
-_PIECES = 8
 # Counters of work are 16 bytes apart, as aligned as the tensors that Triton compiles for.
 _COUNTERS, _APART = 2, 4
 
 
 @dataclass(frozen=True)
 class _Kernels:
-    """The kernels of one kind of call, each with its constants; ``jobs``: that of dK and dV rounds dQ."""
+    """The kernels of one kind of call, each with its constants."""
 
-    jobs: bool
     prepare: PreparedKernel
     keys: PreparedKernel
     queries: PreparedKernel
@@ -50,15 +44,12 @@ class _Kernels:
 
 
 @lru_cache(maxsize=1024)
-def _kernels(spec: AttentionSpec, on_gpu: bool, what: str) -> _Kernels:
-    """``what``: see ``SUMS``."""
+def _kernels(spec: AttentionSpec, on_gpu: bool) -> _Kernels:
     shared, dim = spec.kind == "broadcast_q", spec.head_dim
     sums = shared or not spec.deterministic
-    jobs, ahead = (sums and not shared and name in what.split(",") for name in ("jobs", "ahead"))
     around = {
         "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "SOFTMAX": spec.has_softmax, "COUNTERS": _COUNTERS * _APART,
         "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK, "ZERO": sums and not shared,
-        "KV_HEADS": spec.num_kv_heads, "BN": BLOCK_KV, "AHEAD": ahead,
     }  # fmt: skip
     common = {
         "heads": spec.num_heads, "group": spec.group_size, "dim": dim, "mask": spec.mask.code,
@@ -66,14 +57,13 @@ def _kernels(spec: AttentionSpec, on_gpu: bool, what: str) -> _Kernels:
     }  # fmt: skip
     keys = Constants(
         **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=_STAGES[dim], ds_stages=_DS_STAGES, sums=sums,
-        replicas=_REPLICAS if shared else 0, jobs=jobs, ahead=ahead, pieces=_PIECES, piece_rows=piece_rows(dim),
+        replicas=_REPLICAS if shared else 0,
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
     four = {"num_warps": 4}
     tlx = {**four, "num_stages": 1}
     return _Kernels(
-        jobs=jobs,
-        prepare=PreparedKernel(prepare_sums if jobs else prepare_backward, around, four),
+        prepare=PreparedKernel(prepare_backward, around, four),
         keys=PreparedKernel(backward_kv, {"C": keys}, tlx),
         queries=PreparedKernel(backward_q, {"C": queries}, tlx),
         finish=PreparedKernel(finish_dq, around, {"num_warps": 8}),
@@ -151,7 +141,7 @@ class _Call:
 
 def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
-    kernels = _kernels(spec, q.is_cuda, SUMS)
+    kernels = _kernels(spec, q.is_cuda)
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
     if call.shared:
@@ -161,30 +151,21 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     counters = q.new_empty((_COUNTERS, _APART), dtype=torch.int32)
     # Without an out_scale everything is 0 in the end; the sums need only be finite.
     inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
-    # For each sequence, and the rows of none, and each key head: key tiles that are left, rows of zeros.
-    counts = q.new_empty((2, (call.num_sequences + 1) * spec.num_kv_heads if kernels.jobs else 1), dtype=torch.int32)
-    more = (call.dq, counts[0], counts[1])
-    tensors = (call.dout, out, lse, stats, dq_sum, counters)
-    strides = (call.dout.stride(0), inverse_out_scale)
-    if kernels.jobs:
-        for_sums = (*more, call.tables[0], call.offsets_q, call.offsets_kv)
-        kernels.prepare.launch(blocks * heads, (*tensors, *for_sums), call.sizes, strides)
-    else:
-        kernels.prepare.launch(blocks * heads, (*tensors, call.offsets_q), call.sizes[:2], strides)
-    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, more, counters[0])
+    tensors = (call.dout, out, lse, stats, dq_sum, counters, call.offsets_q)
+    kernels.prepare.launch(blocks * heads, tensors, call.sizes[:2], (call.dout.stride(0), inverse_out_scale))
+    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
     factor = spec.scale * spec.out_scale
     if call.shared:
         call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
     elif spec.deterministic:
         _launch_queries(call, kernels.queries, stats, counters[1])
-    elif not kernels.jobs:
+    else:
         kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (total_q,), (factor,))
 
 
 def _launch_keys(
-    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, more: tuple[Tensor, ...],
-    counter: Tensor,
-) -> None:  # fmt: skip
+    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor
+) -> None:
     dim = call.spec.head_dim
     maps = (
         ragged_map(call.q, BLOCK_Q, dim),
@@ -192,11 +173,10 @@ def _launch_keys(
         ragged_map(call.v, BLOCK_KV, dim),
         ragged_map(call.dout, BLOCK_Q, dim),
         ragged_map(dq_sum, BLOCK_Q, dim // 2),
-        ragged_map(dq_sum, piece_rows(dim), dim // 2),
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
-    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, maps, more)
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, maps)
 
 
 def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter: Tensor) -> None:
@@ -213,14 +193,14 @@ def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter:
 
 def _launch_items(
     call: _Call, kernel: PreparedKernel, table: Tensor, items: int, stats: Tensor, counter: Tensor,
-    maps: tuple[TensorDescriptor, ...], more: tuple[Tensor, ...] = (),
+    maps: tuple[TensorDescriptor, ...],
 ) -> None:  # fmt: skip
     """Launch a kernel whose CTAs take items from ``counter``."""
     programs = min(num_processors(call.q.device), items)
-    slots = table.new_empty((CTA_SLOTS + CTA_JOB_SLOTS) * programs)
+    slots = table.new_empty(CTA_SLOTS * programs)
     kernel.launch(
         programs,
-        (stats, table, counter, slots, call.offsets_q, call.offsets_kv, *more),
+        (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
         (*call.sizes, items),
         (call.spec.scale, call.spec.out_scale),
         maps,
