@@ -1,7 +1,8 @@
 """What many ranks and servers need of a GPU: no wait for the device, graphs captured once, few compilations."""
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,6 +178,23 @@ def in_dtype(x: Any, dtype: torch.dtype) -> Any:
     return torch.utils._pytree.tree_map(lambda t: t.to(dtype) if t.is_floating_point() else t, x)
 
 
+def in_float64(model: Ranker) -> Ranker:
+    """The same weights in float64, which no backend that ``"auto"`` chooses on a GPU takes."""
+    exact = Ranker(SCENARIO, "eager").to(DEVICE, torch.float64)
+    exact.load_state_dict(model.state_dict())
+    return exact
+
+
+def assert_as_right(
+    name: str, actual: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor], terms: int = 1
+) -> None:
+    """No further from float64 than twice what the plain run is, and sums of so many terms in another order, in norm."""
+    roundings = math.sqrt(terms) * torch.finfo(plain[0].dtype).eps
+    a, p, e = (torch.cat([x.detach().double().flatten() for x in tensors]) for tensors in (actual, plain, exact))
+    error, allowed = (a - e).norm(), 2 * (p - e).norm() + roundings * e.norm()
+    assert error <= allowed, f"{name}: {error:.3g}, allowed {allowed:.3g}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_training_step_is_captured_once_and_replayed_with_other_offsets(dtype: torch.dtype) -> None:
     """Each step from the same weights, no further from float64 than twice what a step without a graph is."""
@@ -191,7 +209,7 @@ def test_a_training_step_is_captured_once_and_replayed_with_other_offsets(dtype:
     rows_of = {name: max(x.values[name].shape[0] for x in batches) for name in TOWERS}
     capacity = Capacity(8, rows_of)
     static = capacity.fitted(batches[0])
-    models = {"captured": model, "plain": copy.deepcopy(model), "exact": copy.deepcopy(model).double()}
+    models = {"captured": model, "plain": copy.deepcopy(model), "exact": in_float64(model)}
     start = copy.deepcopy(model.state_dict())
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -215,13 +233,12 @@ def test_a_training_step_is_captured_once_and_replayed_with_other_offsets(dtype:
         own = Capacity(len(batch.labels), {name: x.shape[0] for name, x in batch.values.items()}).fitted(batch)
         losses = {"captured": loss, "plain": steps["plain"](own), "exact": steps["exact"](in_dtype(own, torch.float64))}
         for name, each in models.items():
-            found[name] += [losses[name].double().clone(), *(p.detach().double().clone() for p in each.parameters())]
-    eps = torch.finfo(dtype).eps
+            found[name] += [losses[name].clone(), *(p.detach().clone() for p in each.parameters())]
     count = 1 + len(start)  # of the loss and the parameters; there are no buffers
     for index in range(count):
-        captured, plain, exact = (torch.cat([x.flatten() for x in found[name][index::count]]) for name in models)
-        allowed = 2 * (plain - exact).norm() + eps * exact.norm()
-        assert (captured - exact).norm() <= allowed, f"{['loss', *start][index]}"
+        # The loss is made in fp32, from logits of the dtype.
+        captured, plain = ([x.to(dtype) for x in found[name][index::count]] for name in ("captured", "plain"))
+        assert_as_right(["loss", *start][index], captured, plain, found["exact"][index::count])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -229,9 +246,9 @@ def test_the_dense_part_compiles_at_most_twice_for_20_batches(backend: str) -> N
     torch.manual_seed(0)
     device = torch.device(DEVICE)
     model = Ranker(SCENARIO, "auto").to(device)
+    exact = in_float64(model)
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    parameters = list(model.parameters())
     # First the lengths alone change, then the number of samples too: what costs three compilations unmarked.
     for seed in range(20):
         scenario = replace(SCENARIO, batch=8 if seed < 3 else 2 + seed % 9, longest=20 + 7 * seed)
@@ -239,14 +256,15 @@ def test_the_dense_part_compiles_at_most_twice_for_20_batches(backend: str) -> N
         arguments = (batch.tokens, batch.values, batch.offsets, batch.timestamps)
         mark_dynamic(*arguments)
         results = []
-        for function in (compiled, model):
-            logits = function(*arguments)
-            results.append((logits.detach(), torch.autograd.grad(loss_of(logits, batch.labels), parameters)))
-        (logits, gradients), (expected, wanted) = results
-        if backend == "aot_eager":
-            assert torch.equal(logits, expected)
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        error = torch.stack([(g - w).norm() for g, w in zip(gradients, wanted, strict=True)]).norm()
-        assert error <= 1e-4 * torch.stack([w.norm() for w in wanted]).norm()
+        for function, of in ((compiled, model), (model, model), (exact, exact)):
+            given = in_dtype(arguments, torch.float64) if of is exact else arguments
+            logits = function(*given)
+            gradients = torch.autograd.grad(loss_of(logits, batch.labels), list(of.parameters()))
+            results.append((logits, gradients))
+        logits, gradients = zip(*results, strict=True)
+        # Not bit for bit: where a compiler sees them, rotations are not made by the kernel of their own.
+        assert_as_right(f"logits {seed}", *([x] for x in logits))
+        rows_in_all = sum(x.shape[0] for x in batch.values.values())
+        assert_as_right(f"gradients {seed}", *gradients, terms=rows_in_all)
     assert counter.frame_count <= 2
     torch._dynamo.reset()
