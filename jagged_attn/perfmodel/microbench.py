@@ -27,10 +27,13 @@ from .machine import Machine
 DIM = tl.constexpr(128)
 ROWS = tl.constexpr(64)
 _REPEATS = 2000
+# A tenth of a millisecond of dependent loads: less than it takes the clock to change.
+_CLOCK_REPEATS = 600
 _LAUNCHES = 5
 _ROUNDS = 40
 # Tasks move registers from one to another; without a limit the compiler leaves none to move.
 _EIGHT_WARPS = {"maxnreg": 128}
+_BOX = 8
 _L2_BYTES, _MEMORY_BYTES = 16 * 2**20, 2**30
 
 
@@ -84,9 +87,9 @@ def named_barrier(out, repeats):
 
 
 @triton.jit
-def tma_load(desc, out, repeats, rows, apart):
-    """One TMA load of 16 KiB after the other, each waited for, ``apart`` rows apart and in the first ``rows``."""
-    tile = tlx.local_alloc((ROWS, DIM), tlx.dtype_of(desc), 1)
+def tma_load(desc, out, repeats, rows, apart, BOX: tl.constexpr):
+    """One TMA load of BOX rows after the other, each waited for, ``apart`` rows apart and in the first ``rows``."""
+    tile = tlx.local_alloc((BOX, DIM), tlx.dtype_of(desc), 1)
     full = tlx.alloc_barriers(1)
     with tlx.async_tasks():
         with tlx.async_task("default"):
@@ -94,7 +97,7 @@ def tma_load(desc, out, repeats, rows, apart):
             nanoseconds = _nanoseconds()
             for i in range(repeats):
                 row = i * apart % rows
-                tlx.barrier_expect_bytes(full[0], ROWS * DIM * 2)
+                tlx.barrier_expect_bytes(full[0], BOX * DIM * 2)
                 tlx.async_descriptor_load(desc, tile[0], [row, 0], full[0])
                 tlx.barrier_wait(full[0], i & 1)
             _note(out, cycles, nanoseconds)
@@ -158,11 +161,15 @@ def exponentials(sums, out, repeats):
 
 
 @triton.jit
-def shared_reads(values, sums, out, repeats, TILES: tl.constexpr):
-    """Reads of ``TILES`` tiles of 16 KiB of shared memory, eight warps, which meet once a repetition."""
+def shared_reads(sums, out, repeats, TILES: tl.constexpr):
+    """Reads of ``TILES`` tiles of 16 KiB of shared memory, eight warps, which meet once a repetition.
+
+    Each thread reads four neighbours, so that eight threads, which read at once, meet all banks: with eight, as values
+    loaded in bfloat16 have, they meet half of them twice.
+    """
     tiles = tlx.local_alloc((ROWS, ROWS), tl.float32, TILES)
     at = tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    x = tl.load(values + at).to(tl.float32)
+    x = at.to(tl.float32)
     for i in tl.static_range(TILES):
         tlx.local_store(tiles[i], x)
     cycles = _cycles()
@@ -215,22 +222,24 @@ def _per_repeat(launch: Callable[[Tensor], Any], processors: int, device: torch.
     return statistics.median(cycles), statistics.median(clocks)
 
 
-def _loaded_clock(launch: Callable[[Tensor], Any], processors: int, device: torch.device) -> float:
-    """GHz in the middle of rounds like the bench's: a write of 256 MiB, then a millisecond of products.
+def _loaded_clock(device: torch.device) -> float:
+    """GHz right behind rounds like the bench's: a write of 256 MiB, then a millisecond of products.
 
-    Seconds of products on end take the card to its power limit, where it is a fifth slower than the bench ever sees it.
+    Read by one CTA that waits for memory, before the clock can follow it: a kernel that multiplies on all processors
+    takes the card to its power limit, where it is slower than the bench's own product can have been.
     """
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     scratch = torch.empty(2**28, dtype=torch.int8, device=device)
+    links = (torch.arange(2**18, dtype=torch.int32, device=device) + 64) % 2**18
     clocks = []
-    for _ in range(_LAUNCHES):
-        out = torch.zeros(processors, 2, dtype=torch.int64, device=device)
+    for i in range(_LAUNCHES + 1):
+        out = torch.zeros(1, 2, dtype=torch.int64, device=device)
         for _ in range(_ROUNDS):
             scratch.zero_()
             a @ b
-        launch(out)
-        torch.cuda.synchronize(device)
-        clocks += (out[:, 0].double() / out[:, 1].double().clamp(min=1)).tolist()
+        chase[(1,)](links, out, _CLOCK_REPEATS)
+        cycles, nanoseconds = out[0].tolist()
+        clocks += [cycles / max(nanoseconds, 1)] if i else []
     return statistics.median(clocks)
 
 
@@ -263,7 +272,7 @@ def measure(machine: Machine, device: torch.device) -> dict[str, float]:
     one, _ = cycles(products, values, sums, GROUPS=1, **_EIGHT_WARPS)
     two, _ = cycles(products, values, sums, GROUPS=2)
     busy = two / 2
-    clock = _loaded_clock(lambda out: products[(n,)](values, sums, out, _REPEATS, GROUPS=2), n, device)
+    clock = _loaded_clock(device)
     found["clock_ghz"] = clock
     found["mma_latency"] = one - busy
     found["mma_efficiency"] = ceilings.tflops / (n * machine.mma_flop * clock * 1e-3)
@@ -271,7 +280,7 @@ def measure(machine: Machine, device: torch.device) -> dict[str, float]:
     found["barrier_latency"] = cycles(round_trip, **_EIGHT_WARPS)[0] / 2
     found["named_barrier"] = cycles(named_barrier, **_EIGHT_WARPS)[0]
     found["exponentials"] = 16384 / cycles(exponentials, sums, num_warps=8)[0]
-    found["shared_bytes"] = 8 * 64 * 128 * 2 / cycles(shared_reads, values, sums, TILES=8, num_warps=8)[0]
+    found["shared_bytes"] = 8 * 64 * 128 * 2 / cycles(shared_reads, sums, TILES=8, num_warps=8)[0]
     links = (torch.arange(2**18, dtype=torch.int32, device=device) + 64) % 2**18
     found["global_latency"] = cycles(chase, links, grid=1)[0]
     found |= _tma(machine, device)
@@ -288,19 +297,22 @@ def measure(machine: Machine, device: torch.device) -> dict[str, float]:
 
 
 def _tma(machine: Machine, device: torch.device) -> dict[str, float]:
-    """Latencies of a TMA load of one CTA, less the time that its bytes take through the port."""
+    """Latencies of a TMA load of one CTA, of few bytes, less the time that they take through the port.
+
+    Of many bytes the first ones land while the last ones come, which the port's rate says nothing of.
+    """
     found = {}
     # So far apart that no launch reads in the cache what the launch before has read.
     for name, size, apart in (("l2_latency", _L2_BYTES, 64), ("memory_latency", _MEMORY_BYTES, 2048)):
         buffer = torch.zeros(size // 256, 128, dtype=torch.bfloat16, device=device)
-        desc = TensorDescriptor.from_tensor(buffer, [64, 128])
+        desc = TensorDescriptor.from_tensor(buffer, [_BOX, 128])
         rows = buffer.shape[0]
 
         def launch(out: Tensor, desc: TensorDescriptor = desc, rows: int = rows, apart: int = apart) -> None:
-            tma_load[(1,)](desc, out, _REPEATS, rows, apart, **_EIGHT_WARPS)
+            tma_load[(1,)](desc, out, _REPEATS, rows, apart, BOX=_BOX, **_EIGHT_WARPS)
 
         cycles, _ = _per_repeat(launch, 1, device)
-        transfer = 64 * 256 * (1 / machine.port_bytes + 1 / machine.shared_bytes)
+        transfer = _BOX * 256 * (1 / machine.port_bytes + 1 / machine.shared_bytes)
         found[name] = max(cycles - transfer - machine.tma_issue - machine.barrier_latency, 0.0)
     return found
 
