@@ -108,7 +108,7 @@ def _rotate(heads: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
 
 def _write(heads: Tensor, rotation: Tensor, inverse: bool, out: Tensor) -> None:
     """Into ``out``, whose last stride is 1."""
-    if heads.dtype in _KERNEL_DTYPES and rotation.dtype == torch.float32 and _has_kernel(heads.device):
+    if heads.dtype in _KERNEL_DTYPES and rotation.dtype == torch.float32 and has_kernel(heads.device):
         from .backends._jit.rotation import turn
 
         # A gradient of ``out.sum()`` has no strides at all.
@@ -124,7 +124,8 @@ def _write(heads: Tensor, rotation: Tensor, inverse: bool, out: Tensor) -> None:
 
 
 @cache
-def _has_kernel(device: torch.device) -> bool:
+def has_kernel(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device."""
     return capability.refuses_device(arch_of(device)) is None and find_spec("triton") is not None
 
 

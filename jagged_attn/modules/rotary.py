@@ -1,21 +1,18 @@
 """Rotary embedding of positions and time gaps (ROTE) over packed rows, and the self-attention that uses it."""
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from ..angles import Angles, Combine, Gap, bounds_of_rows, rotation_of
 from ..functional import jagged_attention
 from ..jagged_tensor import Jagged, check_jagged, is_jagged, layout_of, num_sequences_of, with_values
-from ..layout import row_bounds
 from ..masks import Full, Mask
 from ..rotation import rotate_heads, split_rotated
 from ..validation import check_flags, check_number
 from .options import AttentionOptions, Heads
 from .projections import InProjection, OutProjection
-
-Gap = Literal["previous", "to_last"]
-Combine = Literal["sum", "split"]
 
 _FULL = Full()
 SECONDS_A_DAY = 86_400.0
@@ -83,7 +80,7 @@ class RotaryTemporalEmbedding(nn.Module):
         self.combine: Combine = combine
 
     def forward(self, x: Jagged, timestamps: Jagged | Tensor | None = None) -> Tensor:
-        """Cosines and sines of the angles; once for all layers and heads of a stack.
+        """Cosines and sines of the angles; once for all layers and heads of a stack, and on a GPU by one kernel.
 
         Args:
             x: a jagged tensor; its layout counts, and its values' dtype and device.
@@ -131,7 +128,7 @@ def validate_timestamps_sync(x: Jagged, timestamps: Jagged | Tensor) -> None:
     """
     check_jagged("x", x)
     timestamps = _timestamps(timestamps, x, may_read=True)
-    _check_values(timestamps, *_bounds_of_rows(x, timestamps.shape[0]))
+    _check_values(timestamps, *bounds_of_rows(layout_of(x).offsets, timestamps.shape[0]))
 
 
 def _check_values(timestamps: Tensor, starts: Tensor, ends: Tensor) -> None:
@@ -154,40 +151,13 @@ def _rotation(
     x: Any, timestamps: Any, head_dim: int, base: float, time_scale: float, gap: Gap, combine: Combine
 ) -> Tensor:
     check_jagged("x", x)
-    values = x.values()
-    rows, device = values.shape[0], values.device
-    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    starts, ends = _bounds_of_rows(x, rows)
-    position = (torch.arange(rows, device=device) - starts).to(dtype)
-    # ω_j = base^(-2j / D)
-    frequency = base ** (torch.arange(0, head_dim, 2, device=device, dtype=dtype) / -head_dim)
-    if timestamps is None:
-        angle = position[:, None] * frequency
-    else:
-        may_read = device.type == "cpu" and not torch.compiler.is_compiling()
+    values, offsets = x.values(), layout_of(x).offsets
+    if timestamps is not None:
+        may_read = values.device.type == "cpu" and not torch.compiler.is_compiling()
         timestamps = _timestamps(timestamps, x, may_read)
         if may_read:
-            _check_values(timestamps, starts, ends)
-        tau = torch.log1p(_gaps(timestamps, starts, ends, gap).to(dtype) / time_scale)
-        if combine == "sum":
-            angle = (position + tau)[:, None] * frequency
-        else:
-            low = frequency[: head_dim // 4]
-            angle = torch.cat([position[:, None] * low, tau[:, None] * low], dim=1)
-    return torch.stack([angle.cos(), angle.sin()])
-
-
-def _bounds_of_rows(x: Jagged, rows: int) -> tuple[Tensor, Tensor]:
-    """First row and end of the sequence that each row belongs to, ``[T]`` int64; without padding, without waiting.
-
-    Rows after the last sequence form one of their own.
-    """
-    offsets = layout_of(x).offsets
-    starts, ends = row_bounds(offsets, rows)
-    index = torch.arange(rows, device=offsets.device)
-    sequence = torch.searchsorted(ends, index, right=True)
-    rest = ends[-1:] if ends.numel() else ends.new_zeros(1)
-    return torch.cat([starts, rest])[sequence], torch.cat([ends, ends.new_full((1,), rows)])[sequence]
+            _check_values(timestamps, *bounds_of_rows(offsets, values.shape[0]))
+    return rotation_of(values, offsets, timestamps, Angles(head_dim, base, time_scale, gap, combine))
 
 
 def _timestamps(timestamps: Any, x: Any, may_read: bool) -> Tensor:
@@ -227,15 +197,6 @@ def _check_layout(timestamps: Any, x: Any, may_read: bool) -> None:
             f"timestamps must have the offsets of x, got offsets[{b}] = {int(offsets[b])} in place of "
             f"{int(layout_of(x).offsets[b])}."
         )
-
-
-def _gaps(timestamps: Tensor, starts: Tensor, ends: Tensor, gap: Gap) -> Tensor:
-    """``[T]``, at least 0, in the dtype of the timestamps."""
-    if gap == "to_last":
-        other, first = ends - 1, timestamps
-        return (timestamps[other] - first).clamp_min(0)
-    index = torch.arange(timestamps.shape[0], device=timestamps.device)
-    return (timestamps - timestamps[torch.maximum(index - 1, starts)]).clamp_min(0)
 
 
 def rotate(heads: Tensor, rotation: Tensor) -> Tensor:

@@ -263,4 +263,4 @@ class TestOnDevice:
 def test_only_devices_with_triton_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotations, "find_spec", lambda name: None)
     monkeypatch.setattr(rotations.capability, "is_interpreted", lambda: True)
-    assert not rotations._has_kernel.__wrapped__(torch.device("cpu"))
+    assert not rotations.has_kernel.__wrapped__(torch.device("cpu"))
