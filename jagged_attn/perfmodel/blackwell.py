@@ -77,7 +77,7 @@ class Forward(HandOut):
                 yield self.v_empty.wait(count - self.c.v_stages)
                 yield from sm.load(tile, item.kv_miss, self.v_full, count)
                 count += 1
-                if i == 0:
+                if i == min(item.blocks, self.c.k_stages, self.c.v_stages) - 1:
                     yield from self._take(turn + 1)
 
     def mma(self) -> Role:
@@ -249,7 +249,7 @@ class Keys(HandOut):
                     yield from sm.load(ROWS * DIM * BYTES, item.kv_miss, self.v_full, turn)
                 yield self.do_empty.wait(count - self.c.do_stages)
                 yield from sm.load(tile, item.do_miss, self.do_full, count)
-                if trip == 0:
+                if trip == min(item.tiles - 1, 1):
                     yield from self._take(turn + 1)
                 count += 1
 
@@ -415,6 +415,7 @@ class Pairs(Keys):
                 if trip == 0:
                     yield self.kc_empty.wait(turn - 1)
                     yield from sm.load(keys, 0.0, self.kc_full, turn)
+                if trip == min(item.tiles - 1, 1):
                     yield from self._take(turn + 1)
                 count += 1
 

@@ -115,7 +115,7 @@ class Forward(HandOut):
                 yield self.v_empty.wait(count - self.c.v_stages)
                 yield from sm.load(tile, item.kv_miss, self.v_full, count)
                 count += 1
-                if i == 0:
+                if i == min(item.blocks, self.c.k_stages, self.c.v_stages) - 1:
                     yield from self._take(turn + 1)
 
     def attend(self, g: int) -> Role:
@@ -291,6 +291,7 @@ class Keys(HandOut):
                     yield from sm.load(ROWS * width, item.do_miss, self.do_full, count)
                 if trip == 0:
                     yield from sm.load(self.KEYS * DIM * BYTES, item.kv_miss, self.v_full, turn)
+                if trip == min(item.tiles - 1, 1):
                     yield from self._take(turn + 1)
                 count += 1
 

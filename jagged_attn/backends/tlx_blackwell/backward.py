@@ -103,7 +103,8 @@ def _load(maps, row_stats, table, counter, rows, items, tiles, loads, hand, C: t
             buf, phase = ring(count, C.do_stages)
             bring(desc_do, do_tiles[buf], do_full[buf], do_empty[buf], phase, start_q, len_q,
                   first, head * C.dim, 0, C.rows * BYTES, C)  # fmt: skip
-            if trip == 0:
+            # When two tiles are under way: the look-up takes as long as one.
+            if trip == tl.minimum(C.group * n - 1, 1):
                 new = next_item(counter)
                 next = key_item(new, items, table, *rows, KV_HEADS, C.rows, C.keys, C.mask)
                 publish(slots, item_full, item_empty, turn + 1, next[:8], ITEM_SLOT)

@@ -110,6 +110,8 @@ def _load_pair(maps, row_stats, table, counter, rows, work, rank, tiles, loads, 
                       first_key, own_column, rank, 2 * BYTES, C)  # fmt: skip
                 corner = ragged(start_kv, keys, first_key + C.keys, own_column)
                 tlx.async_descriptor_load(desc_kc, k_cols[1], corner, kc_full[0], two_ctas=True)
+            # When two tiles are under way: the look-up takes as long as one.
+            if trip == tl.minimum(C.group * n - 1, 1):
                 number = 0
                 if rank == 0:
                     number = tl.num_programs(0) // 2 + tl.atomic_add(counter, 1)

@@ -99,6 +99,7 @@ def load(desc_q, desc_k, desc_v, where, counters, columns, rank, hand_out, tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
     BN: tl.constexpr = C.block_kv
     BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
+    FULL: tl.constexpr = C.k_stages if C.k_stages < C.v_stages else C.v_stages
     count = 0
     turn = 0
     q_loads = 0
@@ -132,7 +133,8 @@ def load(desc_q, desc_k, desc_v, where, counters, columns, rank, hand_out, tiles
             tlx.barrier_expect_bytes(v_full[buf], BN * BYTES, pred=rank == 0)
             tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf], two_ctas=C.two_ctas)
             count += 1
-            if i == 0:
+            # When the rings are full: the look-up takes as long as several blocks.
+            if i == tl.minimum(blocks, FULL) - 1:
                 turn += 1
                 item = _take(turn, hand_out, where, counters, columns, rank, C)
 

@@ -51,6 +51,7 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
     q_tiles, k_tiles, v_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
+    FULL: tl.constexpr = C.k_stages if C.k_stages < C.v_stages else C.v_stages
     count = 0
     turn = 0
     item = _take(tl.program_id(0), turn, hand_out, where, C)
@@ -75,8 +76,9 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
             tlx.barrier_expect_bytes(v_full[buf], C.block_kv * ROW_BYTES)
             tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf])
             count += 1
-            if i == 0:
-                # With a CTA for each item there is no second round, and no counter.
+            if i == tl.minimum(blocks, FULL) - 1:
+                # When as much is under way as the rings hold: the look-up takes longer than a block. With a CTA for each
+                # item there is no second round, and no counter.
                 number = tl.num_programs(0)
                 if number < where[3] * C.heads * where[7]:
                     number = next_item(counter)
