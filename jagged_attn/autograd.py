@@ -159,6 +159,23 @@ def is_plain(*tensors: Tensor) -> bool:
     return not tensors[0].is_meta
 
 
+def fits_functions(*tensors: Any) -> bool:
+    """Whether an ``autograd.Function`` may stand for its formula: nothing wants rules that it does not have.
+
+    Unlike ``is_plain``, where something watches operators too, which sees those inside.
+    """
+    if torch.compiler.is_compiling() or _is_tracing() or forward_ad._current_level >= 0:
+        return False
+    if peek_interpreter_stack() is not None:
+        return False
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not Parameter:
+            return False
+        if is_legacy_batchedtensor(x):
+            return False
+    return not tensors[0].is_meta
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor | None, offsets_kv: Tensor, tables: list[Tensor], *static: Any
 ) -> tuple[Tensor, Tensor]:

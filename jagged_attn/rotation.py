@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_tracing
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
-from .autograd import is_plain
+from .autograd import fits_functions, is_plain
 from .backends.base import arch_of
 from .backends.triton import capability
 from .custom_ops import library
@@ -78,12 +74,8 @@ def _formula(heads: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
 
 
 def _takes_operator(heads: Tensor, rotation: Tensor) -> bool:
-    """Whether the operator may stand for the formula: not where something would want rules that it does not have."""
-    if torch.compiler.is_compiling() or _is_tracing() or forward_ad._current_level >= 0:
-        return False
-    if peek_interpreter_stack() is not None or is_legacy_batchedtensor(heads) or rotation.requires_grad:
-        return False
-    return type(heads) in (Tensor, Parameter) and type(rotation) in (Tensor, Parameter) and not heads.is_meta
+    """Whether the operator may stand for the formula."""
+    return fits_functions(heads, rotation) and not rotation.requires_grad
 
 
 def _apply(heads: Tensor, rotation: Tensor, inverse: bool) -> Tensor:

@@ -71,7 +71,13 @@ def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
     One product a sample, contiguous whatever the strides of ``x``: PyTorch would make this one product of transposed
     copies, and leave x a transposed gradient.
     """
-    return torch.matmul(weight.expand(x.shape[:-2] + (-1, -1)), x)
+    return multiply(weight.expand(x.shape[:-2] + (-1, -1)), x)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """``torch.matmul`` of batches of as many dimensions, without the three views of each that it makes of three."""
+    # torch.fx has no tensors here.
+    return torch.bmm(a, b) if isinstance(b, Tensor) and b.dim() == 3 else torch.matmul(a, b)
 
 
 class InProjection(nn.Module):

@@ -9,6 +9,7 @@ from ..validation import check_number
 from .options import check_sizes
 from .projections import Projection, mix_tokens
 from .seed_pooling import reset_modules
+from .wukong_products import is_bare, token_products
 
 Partition = Literal["strided", "contiguous"]
 GELU_GAIN = 1.5335  # E[GELU(z)²] ** -0.5 for a standard normal z
@@ -130,9 +131,18 @@ class WukongLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, n, E]`` to ``[B, n_F + n_L, E]``."""
-        products = torch.matmul(x, mix_tokens(self.y.t(), x).transpose(-1, -2))
+        products, *mapped = token_products(x, self.y, *self._maps())
         fmb = self.mlp(self.norm(products.flatten(-2))).unflatten(-1, (self.num_fmb, -1))
-        return self.out_norm(torch.cat([fmb, self.lcb(x)], dim=-2) + self.residual(x))
+        lcb = mapped[0] if mapped else self.lcb(x)
+        residual = mapped[1] if len(mapped) > 1 else self.residual(x)
+        return self.out_norm(torch.cat([fmb, lcb], dim=-2) + residual)
+
+    def _maps(self) -> list[Tensor]:
+        """W_L, and W_R if there is one; none where a call of their modules is more than a product with them."""
+        residual = self.residual
+        if is_bare(self.lcb, TokenLinear) and (is_bare(residual, nn.Identity) or is_bare(residual, TokenLinear)):
+            return [module.weight for module in (self.lcb, residual) if isinstance(module, TokenLinear)]
+        return []
 
     def extra_repr(self) -> str:
         """Sizes."""
