@@ -36,6 +36,8 @@ from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
 
 # Samples of a rank in the checks, which run on one process too.
 _CHECKED = 12
+# Of all layers of the models that are compiled in a run.
+_COMPILATIONS = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         print("scaling: must be started by torchrun, see --help.", file=sys.stderr)
         return 2
+    # Layers share their code, and PyTorch counts the compilations of one code.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     device = _device(options.backend_comm)
     bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(options.backend_comm, timeout=timedelta(seconds=options.timeout), **bound)
@@ -78,7 +82,7 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
     """All checks; a rank that fails one raises, which ends the others."""
     for how in options.parallel:
         for what in options.checks:
-            ratios = check(what, how, scenario_of(options), device, options.backend)
+            ratios = check(what, how, scenario_of(options), device, options.backend, compiled=options.compile)
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
             _say(f"{how:11s} {what:12s} right: {shown} of what is allowed")
     return 0
@@ -95,7 +99,7 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
     _say(f"# B = {scenario.batch} a rank, longest {scenario.longest}, mean_fill {scenario.mean_fill}, {options.dtype}")
     for how in options.parallel:
         checked = replace(scenario, batch=min(_CHECKED, scenario.batch))
-        check("plain", how, checked, device, options.backend)
+        check("plain", how, checked, device, options.backend, compiled=options.compile)
         _say(f"# {how}: losses and parameters are right with {checked.batch} samples a rank")
     dtype = getattr(torch, options.dtype)
     # Those of all ranks, the own ones first; only rank 0 keeps the others'.
@@ -107,7 +111,7 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
     for how in ("none", *options.parallel):
         torch.manual_seed(options.seed)
         ranker = Ranker(scenario, options.backend).to(device, dtype)
-        model = parallelize(ranker, how, device, keep=not options.reshard)
+        model = parallelize(ranker, how, device, keep=not options.reshard, compiled=options.compile)
         step_ms = 0.0
         if how != "none" or rank == 0:
             step_ms = _time_steps(model, batches if how == "none" else own, options.steps, device, how != "none")
@@ -175,6 +179,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parallel", nargs="+", choices=choices, default=choices)
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS)
     parser.add_argument("--backend", default="auto", choices=BACKEND_NAMES, help="what runs the attention")
+    parser.add_argument("--compile", action="store_true", help="the layers, one by one, on all ranks and alone")
     parser.add_argument("--reshard", action="store_true", help="speed: FSDP2 gathers again for the backward")
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
     parser.add_argument("--batch", type=natural, help=f"samples of a rank (default: 512; {_CHECKED} in checks)")

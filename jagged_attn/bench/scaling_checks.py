@@ -35,8 +35,25 @@ _NCCL_CTAS = 4
 _ROUNDINGS = 8
 
 
+def compile_layers(ranker: Ranker) -> None:
+    """Compile the layers of the stack, each on its own: hooks of FSDP2 stay outside, sizes are unknown throughout."""
+    for layer in _layers(ranker):
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
+
+
+def _layers(ranker: Ranker) -> list[nn.Module]:
+    closing = [] if ranker.stack.closing is None else [ranker.stack.closing]
+    return [*ranker.stack.layers, *closing]
+
+
 def parallelize(
-    ranker: Ranker, how: Parallel, device: torch.device, *, mixed: bool = False, keep: bool = False
+    ranker: Ranker,
+    how: Parallel,
+    device: torch.device,
+    *,
+    mixed: bool = False,
+    keep: bool = False,
+    compiled: bool = False,
 ) -> nn.Module:
     """The model on all ranks of the default process group.
 
@@ -48,7 +65,10 @@ def parallelize(
         mixed: bfloat16 parameters in forward and backward of FSDP2, gradients reduced in float32. For the others,
             autocast does that.
         keep: the parameters that FSDP2 gathered for the forward, for the backward.
+        compiled: the layers are.
     """
+    if compiled:
+        compile_layers(ranker)
     if how == "ddp":
         ids = [device] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(ranker, device_ids=ids, gradient_as_bucket_view=True)
@@ -58,8 +78,7 @@ def parallelize(
         # The root casts what comes in; a layer's rotations stay as exact as they are.
         inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
         reshard = False if keep else None
-        closing = [] if ranker.stack.closing is None else [ranker.stack.closing]
-        for layer in [*ranker.stack.layers, *closing] if how == "fsdp2" else []:
+        for layer in _layers(ranker) if how == "fsdp2" else []:
             fully_shard(layer, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard)
         fully_shard(ranker, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes), reshard_after_forward=reshard)
     return ranker
@@ -230,7 +249,12 @@ class _Cast(nn.Module):
 
 
 def train_alone(
-    ranker: Ranker, steps: Sequence[Step], *, in_shares: bool, mixed: Literal["", "autocast", "cast"] = ""
+    ranker: Ranker,
+    steps: Sequence[Step],
+    *,
+    in_shares: bool,
+    mixed: Literal["", "autocast", "cast"] = "",
+    compiled: bool = False,
 ) -> Run:
     """Train a copy of a model on this process.
 
@@ -239,12 +263,15 @@ def train_alone(
         steps: the global batches.
         in_shares: sum each gradient up share by share, in place of all at once.
         mixed: under autocast to bfloat16, or with parameters cast to it.
+        compiled: the layers are.
     """
 
     def shares(step: Step) -> list[Batch]:
         return [batch for batch in step.shares() if len(batch.labels)] if in_shares else [step.batch]
 
     model = copy.deepcopy(ranker)
+    if compiled:
+        compile_layers(model)
     losses, parameters = _train(
         _Cast(model) if mixed == "cast" else model, steps, shares, 1.0, autocast=mixed == "autocast"
     )
@@ -252,7 +279,13 @@ def train_alone(
 
 
 def train_on_ranks(
-    ranker: Ranker, steps: Sequence[Step], how: Parallel, device: torch.device, *, mixed: bool = False
+    ranker: Ranker,
+    steps: Sequence[Step],
+    how: Parallel,
+    device: torch.device,
+    *,
+    mixed: bool = False,
+    compiled: bool = False,
 ) -> Run:
     """Train a copy of a model on all ranks; every rank returns the same.
 
@@ -260,7 +293,7 @@ def train_on_ranks(
         ValueError: the ranks have different parameters at the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = parallelize(copy.deepcopy(ranker), how, device, mixed=mixed)
+    model = parallelize(copy.deepcopy(ranker), how, device, mixed=mixed, compiled=compiled)
     autocast = mixed and how not in _FULLY_SHARDED
     losses, parameters = _train(model, steps, lambda step: step.share(rank), float(world_size), autocast)
     all_losses, vector = torch.stack(losses).to(device), _vector(parameters)
@@ -276,7 +309,13 @@ CHECKS = ("plain", "accumulated", "empty", "mixed")
 
 
 def check(
-    what: str, how: Parallel, scenario: Scenario, device: torch.device, backend: str = "auto"
+    what: str,
+    how: Parallel,
+    scenario: Scenario,
+    device: torch.device,
+    backend: str = "auto",
+    *,
+    compiled: bool = False,
 ) -> dict[str, float]:
     """Compare training on all ranks with training on one process.
 
@@ -286,6 +325,7 @@ def check(
         scenario: sizes; ``batch`` is that of one rank.
         device: of this rank.
         backend: what runs the attention.
+        compiled: the layers are, on the ranks and on the one process.
 
     Returns:
         The relative differences of losses and of parameters' updates over what is allowed; at most 1.
@@ -297,11 +337,11 @@ def check(
     torch.manual_seed(0)
     ranker = Ranker(scenario, backend).to(device)
     steps = make_steps(scenario, dist.get_world_size(), device, what)
-    alone = train_alone(ranker, steps, in_shares=False)
+    alone = train_alone(ranker, steps, in_shares=False, compiled=compiled)
     # What one process makes of the same roundings.
     kind: Literal["", "autocast", "cast"] = "" if not mixed else "cast" if how in _FULLY_SHARDED else "autocast"
-    other = train_alone(ranker, steps, in_shares=not mixed, mixed=kind)
-    found = train_on_ranks(ranker, steps, how, device, mixed=mixed).difference(alone)
+    other = train_alone(ranker, steps, in_shares=not mixed, mixed=kind, compiled=compiled)
+    found = train_on_ranks(ranker, steps, how, device, mixed=mixed, compiled=compiled).difference(alone)
     spread = other.difference(alone)
     rounding = _ROUNDINGS * torch.finfo(torch.bfloat16 if mixed else torch.float32).eps
     # Parameters are rounded as they are stored, however small their updates.

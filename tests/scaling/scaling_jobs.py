@@ -105,6 +105,12 @@ def wrong_factor() -> str:
     return "nothing"
 
 
+def compiled(folder: Path) -> dict[str, Any]:
+    """The layers compiled one by one, under each way of training on many ranks; one of two ranks without a sample."""
+    torch._dynamo.config.recompile_limit = 64
+    return {how: check("empty", how, SCENARIO, CPU, compiled=True) for how in ("ddp", "fsdp2", "fsdp2_whole")}
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """All of it, in one start of two processes."""
     results: dict[str, Any] = {"stack": stack_gradients(dist.get_rank())}

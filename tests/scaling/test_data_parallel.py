@@ -2,6 +2,7 @@
 
 import csv
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +71,12 @@ def test_weak_scaling_is_printed_and_written_by_the_first_rank(results: Results)
             int(row["ranks"]) * float(rows[0]["step_ms"]) / float(row["step_ms"])
         )
         assert "jagged_attn.bench.scaling speed" in row["command"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_train_compiled_layers_alike(tmp_path: Path) -> None:
+    import scaling_jobs
+
+    for rank in run_ranks(scaling_jobs.compiled, tmp_path, timeout=540):
+        assert all(ratio <= 1 for ratios in rank.values() for ratio in ratios.values())
