@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from waiting import no_waiting
@@ -247,6 +248,8 @@ def test_the_dense_part_compiles_at_most_twice_for_20_batches(backend: str) -> N
     device = torch.device(DEVICE)
     model = Ranker(SCENARIO, "auto").to(device)
     exact = in_float64(model)
+    # Inductor's worker processes do not find the GPU with PyTorch before 2.13 and a Triton of 3.7.
+    torch._inductor.config.compile_threads = 1
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     # First the lengths alone change, then the number of samples too: what costs three compilations unmarked.
