@@ -15,6 +15,7 @@ from .rotation import has_kernel
 
 Gap = Literal["previous", "to_last"]
 Combine = Literal["sum", "split"]
+Bounds = tuple[Tensor, Tensor]
 
 
 class Angles(NamedTuple):
@@ -27,10 +28,20 @@ class Angles(NamedTuple):
     combine: Combine
 
 
-def rotation_of(values: Tensor, offsets: Tensor, timestamps: Tensor | None, angles: Angles) -> Tensor:
-    """``[2, T, D/2]``: cosines and sines of the angles of rows ``values [T, ...]``; the arguments are taken as checked.
+def rotation_of(
+    values: Tensor, offsets: Tensor, timestamps: Tensor | None, angles: Angles, bounds: Bounds | None = None
+) -> Tensor:
+    """Cosines and sines of the angles of rows; the arguments are taken as checked.
 
-    fp32, or float64 for float64 values.
+    Args:
+        values: ``[T, ...]``, for its dtype and device.
+        offsets: ``[B + 1]``.
+        timestamps: ``[T]``, or None.
+        angles: the options.
+        bounds: ``bounds_of_rows``, if they are known already.
+
+    Returns:
+        ``[2, T, D/2]``, fp32, or float64 for float64 values.
     """
     if _takes_kernel(values, offsets, timestamps):
         from .backends._jit.angles import write_rotation
@@ -40,7 +51,7 @@ def rotation_of(values: Tensor, offsets: Tensor, timestamps: Tensor | None, angl
         options = (angles.base, angles.time_scale, angles.gap == "to_last", angles.combine == "split")
         write_rotation(offsets.contiguous(), times, rotation, *options)
         return rotation
-    return _formula(values, offsets, timestamps, angles)
+    return _formula(values, timestamps, angles, bounds or bounds_of_rows(offsets, values.shape[0]))
 
 
 def _takes_kernel(values: Tensor, offsets: Tensor, timestamps: Tensor | None) -> bool:
@@ -51,11 +62,10 @@ def _takes_kernel(values: Tensor, offsets: Tensor, timestamps: Tensor | None) ->
     return has_kernel(values.device)
 
 
-def _formula(values: Tensor, offsets: Tensor, timestamps: Tensor | None, angles: Angles) -> Tensor:
-    rows, head_dim = values.shape[0], angles.head_dim
+def _formula(values: Tensor, timestamps: Tensor | None, angles: Angles, bounds: Bounds) -> Tensor:
+    (starts, ends), head_dim = bounds, angles.head_dim
     dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
-    starts, ends = bounds_of_rows(offsets, rows)
-    position = (torch.arange(rows, device=values.device) - starts).to(dtype)
+    position = (torch.arange(values.shape[0], device=values.device) - starts).to(dtype)
     # ω_j = base^(-2j / D)
     frequency = angles.base ** (torch.arange(0, head_dim, 2, device=values.device, dtype=dtype) / -head_dim)
     if timestamps is None:
@@ -70,7 +80,7 @@ def _formula(values: Tensor, offsets: Tensor, timestamps: Tensor | None, angles:
     return torch.stack([angle.cos(), angle.sin()])
 
 
-def bounds_of_rows(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def bounds_of_rows(offsets: Tensor, rows: int) -> Bounds:
     """First row and end of the sequence that each row belongs to, ``[T]`` int64; without padding, without waiting.
 
     Rows after the last sequence form one of their own.

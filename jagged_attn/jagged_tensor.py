@@ -4,6 +4,7 @@ Inputs are recognised by what they offer, so that TorchRec is imported only by `
 """
 
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -52,8 +53,19 @@ def _is_nested(x: object) -> bool:
 
 
 def _is_torchrec(x: object) -> bool:
+    if isinstance(x, Tensor):
+        return False
+    # A class is asked once. An object of another may still offer what it stands for has, as TorchRec's awaitables do.
+    kind: Any = type(x)
+    return (not torch.compiler.is_compiling() and _is_torchrec_class(kind)) or _offers_methods(x)
+
+
+def _offers_methods(x: object) -> bool:
     # A KeyedJaggedTensor has these methods too, and keys.
-    return not isinstance(x, Tensor) and not hasattr(x, "keys") and all(hasattr(x, method) for method in _METHODS)
+    return not hasattr(x, "keys") and all(hasattr(x, method) for method in _METHODS)
+
+
+_is_torchrec_class = cache(_offers_methods)
 
 
 def check_jagged(name: str, x: object) -> None:

@@ -151,13 +151,14 @@ def _rotation(
     x: Any, timestamps: Any, head_dim: int, base: float, time_scale: float, gap: Gap, combine: Combine
 ) -> Tensor:
     check_jagged("x", x)
-    values, offsets = x.values(), layout_of(x).offsets
+    values, offsets, bounds = x.values(), layout_of(x).offsets, None
     if timestamps is not None:
         may_read = values.device.type == "cpu" and not torch.compiler.is_compiling()
         timestamps = _timestamps(timestamps, x, may_read)
         if may_read:
-            _check_values(timestamps, *bounds_of_rows(offsets, values.shape[0]))
-    return rotation_of(values, offsets, timestamps, Angles(head_dim, base, time_scale, gap, combine))
+            bounds = bounds_of_rows(offsets, values.shape[0])
+            _check_values(timestamps, *bounds)
+    return rotation_of(values, offsets, timestamps, Angles(head_dim, base, time_scale, gap, combine), bounds)
 
 
 def _timestamps(timestamps: Any, x: Any, may_read: bool) -> Tensor:

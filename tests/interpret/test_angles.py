@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from waiting import no_waiting
 
-from jagged_attn.angles import Angles, _formula, rotation_of
+from jagged_attn.angles import Angles, _formula, bounds_of_rows, rotation_of
 from jagged_attn.jagged_tensor import to_jagged_tensor
 from jagged_attn.modules import RotaryTemporalEmbedding
 
@@ -50,7 +50,7 @@ def times(device: str, dtype: torch.dtype) -> Tensor:
 def assert_right(actual: Tensor, offsets: Tensor, timestamps: Tensor | None, options: Angles) -> None:
     """Four roundings of an angle (of logarithm, sum, frequency and product) and one of a function of it."""
     values = torch.empty(actual.shape[1], 1, dtype=torch.float64, device=actual.device)
-    exact = _formula(values, offsets, timestamps, options)
+    exact = _formula(values, timestamps, options, bounds_of_rows(offsets, len(values)))
     # What the angles are at most: the largest number of turns by each frequency, of which the first is 1.
     most = actual.shape[1] + 8
     columns = torch.arange(options.head_dim // 2, device=actual.device)
@@ -143,7 +143,7 @@ def test_the_module_runs_the_kernel_where_it_can(device: str, monkeypatch: pytes
 def test_graphs_hold_the_formula() -> None:
     offsets, timestamps = offsets_of([3, 0, 2], "cpu"), torch.arange(5) * 1000
     values = torch.empty(5, 1)
-    expected = _formula(values, offsets, timestamps, angles(4))
+    expected = _formula(values, timestamps, angles(4), bounds_of_rows(offsets, 5))
 
     def run(x: Tensor, bounds: Tensor, at: Tensor) -> Tensor:
         return rotation_of(x, bounds, at, angles(4))
