@@ -69,8 +69,11 @@ class WeightGeneration(nn.Module):
             ValueError: its shape, dtype or device is wrong.
         """
         tokens = tokens_of("tokens", tokens, self.num_tokens, self.embed_dim, self.compress.weight)
-        mixed = self.mlp(self.compress(tokens))
-        return torch.sigmoid(self.gate(mixed)) * mixed
+        compressed = self.compress(tokens)
+        # Of three dimensions, each linear map would make two and three again, with gradients of these views.
+        mixed = self.mlp(compressed.flatten(0, 1))
+        gate = self.gate(mixed).view_as(compressed)
+        return torch.sigmoid(gate) * mixed.view_as(compressed)
 
 
 class KunlunInteractionBlock(nn.Module):
