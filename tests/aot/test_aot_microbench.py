@@ -47,4 +47,5 @@ def test_reads_of_shared_memory_meet_once_a_repetition():
     assert loop.count("bar.sync") <= 1
     # Eight threads, which read at once, read 128 bytes in a row: the seven lowest bits of a thread's address are 16
     # times its number's three lowest, but for bits that they share. Two threads in one bank read at half of the rate.
-    assert re.search(r"shl\.b32 \s*%r\d+, %r1, 4;\s*and\.b32 \s*%r\d+, %r\d+, 112;", re.sub(r"\s*\.loc[^\n]*", "", found.ptx))
+    code = re.sub(r"\s*\.loc[^\n]*", "", found.ptx)
+    assert re.search(r"shl\.b32 \s*%r\d+, %r1, 4;\s*and\.b32 \s*%r\d+, %r\d+, 112;", code)

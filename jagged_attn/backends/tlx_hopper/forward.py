@@ -77,8 +77,8 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
             tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf])
             count += 1
             if i == tl.minimum(blocks, FULL) - 1:
-                # When as much is under way as the rings hold: the look-up takes longer than a block. With a CTA for each
-                # item there is no second round, and no counter.
+                # When as much is under way as the rings hold: the look-up takes longer than a block. With a CTA for
+                # each item there is no second round, and no counter.
                 number = tl.num_programs(0)
                 if number < where[3] * C.heads * where[7]:
                     number = next_item(counter)
