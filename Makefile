@@ -57,8 +57,8 @@ test-interpret: env ## the Triton kernels under Triton's interpreter
 test-emulator: env ## the TLX kernels under the emulator
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not slow" tests/emulator
 
-test-kernels-all: env ## every mutant, a thousand seeds more, every configuration of the TLX kernels: hours
-	$(PYTEST) -m sweep tests/aot
+test-kernels-all: env ## every mutant, a thousand seeds more, every configuration of the TLX kernels, compiled ranks: hours
+	$(PYTEST) -m sweep tests/aot tests/scaling
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/emulator
 
 test-gpu: env ## the tests that need a CUDA GPU

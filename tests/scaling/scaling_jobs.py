@@ -106,9 +106,9 @@ def wrong_factor() -> str:
 
 
 def compiled(folder: Path) -> dict[str, Any]:
-    """The layers compiled one by one, each sharded on its own; one of two ranks is without events, then samples."""
+    """The layers compiled one by one, under each way of training on many ranks; one of two ranks without a sample."""
     torch._dynamo.config.recompile_limit = 64
-    return {"fsdp2": check("empty", "fsdp2", SCENARIO, CPU, compiled=True)}
+    return {how: check("empty", how, SCENARIO, CPU, compiled=True) for how in ("ddp", "fsdp2", "fsdp2_whole")}
 
 
 def everything(folder: Path) -> dict[str, Any]:

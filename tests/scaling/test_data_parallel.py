@@ -73,7 +73,7 @@ def test_weak_scaling_is_printed_and_written_by_the_first_rank(results: Results)
         assert "jagged_attn.bench.scaling speed" in row["command"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_ranks_train_compiled_layers_alike(tmp_path: Path) -> None:
     import scaling_jobs
