@@ -93,7 +93,8 @@ def bounds_of_rows(offsets: Tensor, rows: int) -> Bounds:
 
 
 def _gaps(timestamps: Tensor, starts: Tensor, ends: Tensor, gap: Gap) -> Tensor:
-    """``[T]``, at least 0, in the dtype of the timestamps."""
+    """``[T]``, at least 0, in the dtype of the timestamps; those of integers in int64."""
+    timestamps = timestamps.long() if timestamps.dtype == torch.int32 else timestamps
     if gap == "to_last":
         other, first = ends - 1, timestamps
         return (timestamps[other] - first).clamp_min(0)

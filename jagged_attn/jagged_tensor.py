@@ -4,8 +4,8 @@ Inputs are recognised by what they offer, so that TorchRec is imported only by `
 """
 
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, Protocol, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -55,9 +55,14 @@ def _is_nested(x: object) -> bool:
 def _is_torchrec(x: object) -> bool:
     if isinstance(x, Tensor):
         return False
+    if torch.compiler.is_compiling():
+        return _offers_methods(x)
     # A class is asked once. An object of another may still offer what it stands for has, as TorchRec's awaitables do.
-    kind: Any = type(x)
-    return (not torch.compiler.is_compiling() and _is_torchrec_class(kind)) or _offers_methods(x)
+    kind: type = type(x)
+    known = _IS_JAGGED.get(kind)
+    if known is None:
+        known = _IS_JAGGED[kind] = _offers_methods(kind)
+    return (known and not hasattr(x, "keys")) or _offers_methods(x)
 
 
 def _offers_methods(x: object) -> bool:
@@ -65,7 +70,7 @@ def _offers_methods(x: object) -> bool:
     return not hasattr(x, "keys") and all(hasattr(x, method) for method in _METHODS)
 
 
-_is_torchrec_class = cache(_offers_methods)
+_IS_JAGGED: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def check_jagged(name: str, x: object) -> None:

@@ -151,7 +151,8 @@ class _SplitRotated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (rotation,) = ctx.saved_tensors
         count = ctx.num_turned
-        if torch.is_grad_enabled() or not is_plain(*grads) or not _takes_operator(grads[0], rotation):
+        # A compiler must be asked for first.
+        if torch.is_grad_enabled() or not (_takes_operator(grads[0], rotation) and is_plain(*grads)):
             turned = (rotate_heads(grad, rotation, inverse=True) for grad in grads[:count])
             return torch.cat([*turned, *grads[count:]], 1), None, None, None
         rows, _, dim = grads[0].shape
@@ -165,5 +166,5 @@ class _SplitRotated(torch.autograd.Function):
 
 
 library.impl("rotate", _rotate, "CompositeExplicitAutograd")
-library.impl("rotate", _apply, "Autograd")
+library.impl("rotate", rotate_heads, "Autograd")  # the formula's gradients where the operator has none
 torch.library.register_fake("jagged_attn::rotate", lambda heads, *_: heads.new_empty(heads.shape), lib=library)

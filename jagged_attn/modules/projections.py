@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..functional import autocast_dtype
 from ..jagged_tensor import Jagged, values_of
@@ -78,6 +79,15 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     """``torch.matmul`` of batches of as many dimensions, without the three views of each that it makes of three."""
     # torch.fx has no tensors here.
     return torch.bmm(a, b) if isinstance(b, Tensor) and b.dim() == 3 else torch.matmul(a, b)
+
+
+def is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of the module is its class's forward and nothing else, so that its weights stand for it."""
+    if type(module) is not kind or "forward" in module.__dict__ or _has_any_global_hook():
+        return False
+    return not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 class InProjection(nn.Module):

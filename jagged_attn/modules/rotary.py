@@ -12,7 +12,7 @@ from ..masks import Full, Mask
 from ..rotation import rotate_heads, split_rotated
 from ..validation import check_flags, check_number
 from .options import AttentionOptions, Heads
-from .projections import InProjection, OutProjection
+from .projections import InProjection, OutProjection, is_bare
 
 _FULL = Full()
 SECONDS_A_DAY = 86_400.0
@@ -85,8 +85,8 @@ class RotaryTemporalEmbedding(nn.Module):
         Args:
             x: a jagged tensor; its layout counts, and its values' dtype and device.
             timestamps: ``[T]``, one a row of ``x``, int32, int64, float32 or float64, finite and ascending in each
-                sequence; or a jagged tensor of such values in the layout of ``x``. Differences are taken in their own
-                dtype: give integers or float64 for seconds since 1970.
+                sequence; or a jagged tensor of such values in the layout of ``x``. Differences are taken in
+                int64 or in their own floating dtype: give integers or float64 for seconds since 1970.
 
         Returns:
             ``[2, T, D/2]``, fp32 (float64 for float64 values).
@@ -322,8 +322,9 @@ class TemporalSelfAttention(nn.Module):
             ValueError: a shape, dtype or device is wrong, or D is odd and there is a rotation.
             UnsupportedError: no backend, or not the one named, runs such a call.
         """
-        qkv = self.in_proj(x, split=False)[0]
-        out = _attend(qkv, x, rotation, self.rotate_values, self.options)
+        # Another module in its place, or a hook, knows q, k and v.
+        parts = self.in_proj(x, split=False) if is_bare(self.in_proj, InProjection) else self.in_proj(x)
+        out = _attend(parts, x, rotation, self.rotate_values, self.options)
         return with_values(x, self.out_proj(out))
 
     def extra_repr(self) -> str:
@@ -333,13 +334,19 @@ class TemporalSelfAttention(nn.Module):
 
 
 @torch.fx.wrap
-def _attend(qkv: Tensor, x: Any, rotation: Tensor | None, rotate_values: bool, options: AttentionOptions) -> Tensor:
-    """``[T, E]`` of the heads of q, k and v in one piece, ``[T, 3 H, D]``."""
-    sizes = [qkv.shape[1] // 3] * 3
+def _attend(
+    parts: tuple[Tensor, ...], x: Any, rotation: Tensor | None, rotate_values: bool, options: AttentionOptions
+) -> Tensor:
+    """``[T, E]`` of q, k and v ``[T, H, D]``, or of one piece of their heads, ``[T, 3 H, D]``."""
+    num_turned = 3 if rotate_values else 2
     if rotation is None:
-        q, k, v = qkv.split(sizes, 1)
+        q, k, v = parts if len(parts) == 3 else parts[0].chunk(3, 1)
+    elif len(parts) == 3:
+        q, k, v = (*(rotate(part, rotation) for part in parts[:num_turned]), *parts[num_turned:])
     else:
+        (qkv,) = parts
+        sizes = [qkv.shape[1] // 3] * 3
         # Its heads are of the shape [T, H, D] that a message would tell of.
         _check_rotation(qkv.narrow(1, 0, sizes[0]), rotation)
-        q, k, v = split_rotated(qkv, rotation, sizes, num_turned=3 if rotate_values else 2)
+        q, k, v = split_rotated(qkv, rotation, sizes, num_turned)
     return jagged_attention(q, k, v, layout_of(x), **options.keywords()).flatten(-2)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ..validation import check_number
 from .options import check_sizes
-from .projections import Projection, mix_tokens
+from .projections import Projection, is_bare, mix_tokens
 from .seed_pooling import reset_modules
-from .wukong_products import is_bare, token_products
+from .wukong_products import token_products
 
 Partition = Literal["strided", "contiguous"]
 GELU_GAIN = 1.5335  # E[GELU(z)²] ** -0.5 for a standard normal z
@@ -131,7 +131,8 @@ class WukongLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, n, E]`` to ``[B, n_F + n_L, E]``."""
-        products, *mapped = token_products(x, self.y, *self._maps())
+        # What traces the layer sees its modules called.
+        products, *mapped = token_products(x, self.y, *(self._maps() if isinstance(x, Tensor) else ()))
         fmb = self.mlp(self.norm(products.flatten(-2))).unflatten(-1, (self.num_fmb, -1))
         lcb = mapped[0] if mapped else self.lcb(x)
         residual = mapped[1] if len(mapped) > 1 else self.residual(x)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch import Tensor
 
 from ..autograd import fits_functions, is_plain
 from .projections import mix_tokens, multiply
@@ -36,15 +35,6 @@ def token_products(x: Tensor, y: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
     return _products(x, _joined(y, maps), _rows(y, maps))[0]
 
 
-def is_bare(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the module is its class's forward and nothing else, so that its weights stand for it."""
-    if type(module) is not kind or "forward" in module.__dict__ or _has_any_global_hook():
-        return False
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
-
-
 def _joined(y: Tensor, maps: Sequence[Tensor]) -> Tensor:
     """``[k + m + ..., n]``: everything that tokens are multiplied by."""
     return torch.cat([y.t(), *maps]) if maps else y.t()
@@ -67,26 +57,30 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
         joined, ctx.rows = _joined(y, maps), _rows(y, maps)
         results, mixed = _products(x, joined, ctx.rows)
-        ctx.save_for_backward(x, mixed, joined, y, *maps)
+        # The gradients of y and maps ask for x alone: whoever wants no other may change them meanwhile.
+        ctx.save_for_backward(x, *((mixed, joined, y, *maps) if ctx.needs_input_grad[0] else ()))
         return results
 
     @staticmethod
     def backward(ctx: Any, d_products: Tensor, *d_mapped: Tensor) -> tuple[Tensor | None, ...]:
-        x, mixed, joined, y, *maps = ctx.saved_tensors
+        x, *for_dx = ctx.saved_tensors
         grads = (d_products, *d_mapped)
-        if torch.is_grad_enabled() or not (is_plain(*grads) and fits_functions(*grads)):
-            # To be differentiable, of y and maps themselves.
-            joined = _joined(y, maps)
-            mixed = joined[: y.shape[1]] @ x
+        dx = dw = None
+        # Autocast would take some of these operators and leave others. A compiler must be asked for first.
+        may_differ = torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()
+        if may_differ or not (fits_functions(*grads) and is_plain(*grads)):
             turned = d_products.transpose(-1, -2) @ x
             d_joined = torch.cat([turned, *d_mapped], -2)
-            dx = d_products @ mixed + joined.t() @ d_joined
+            if for_dx:
+                # To be differentiable, of y and maps themselves.
+                joined = _joined(for_dx[2], for_dx[3:])
+                dx = d_products @ (joined[: ctx.rows[0]] @ x) + joined.t() @ d_joined
             dw = (d_joined @ x.transpose(-1, -2)).sum(0)
         else:
             turned = torch.bmm(d_products.transpose(1, 2), x)
             d_joined = torch.cat([turned, *d_mapped], 1)
-            dx = dw = None
-            if ctx.needs_input_grad[0]:
+            if for_dx:
+                mixed, joined = for_dx[:2]
                 # Both terms in one buffer, where their sum would be an operator more.
                 dx = torch.bmm(d_products, mixed).baddbmm_(joined.t().expand(len(x), -1, -1), d_joined)
             if any(ctx.needs_input_grad[1:]):

@@ -178,3 +178,11 @@ class TestOnDevice:
             module(x, timestamps)
             torch.cuda.synchronize()
         assert sum(event.count for event in profile.key_averages() if event.device_type.name == "CUDA") == 1
+
+
+@on_device
+@pytest.mark.parametrize("gap", ["previous", "to_last"])
+def test_int32_timestamps_may_be_further_apart_than_an_int32(device: str, gap: str) -> None:
+    values, offsets, facts = torch.empty(2, 1, device=device), offsets_of([2], device), angles(4, gap=gap)
+    far = torch.tensor([-(2**31), 2**31 - 1], device=device)
+    assert torch.equal(rotation_of(values, offsets, far.int(), facts), rotation_of(values, offsets, far.long(), facts))

@@ -264,3 +264,21 @@ def test_only_devices_with_triton_have_a_kernel(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rotations, "find_spec", lambda name: None)
     monkeypatch.setattr(rotations.capability, "is_interpreted", lambda: True)
     assert not rotations.has_kernel.__wrapped__(torch.device("cpu"))
+
+
+def test_the_operator_has_all_gradients_when_it_is_called_by_its_name() -> None:
+    for needs in ((True, True), (False, True), (True, False)):
+        heads = torch.randn(5, 2, 6, dtype=torch.float64, requires_grad=needs[0])
+        rotation = angles(5, 6).double().requires_grad_(needs[1])
+        wanted = [x for x in (heads, rotation) if x.requires_grad]
+        grads = torch.autograd.grad(OPERATOR(heads, rotation, False).square().sum(), wanted)
+        expected = torch.autograd.grad(rotate_heads(heads, rotation).square().sum(), wanted)
+        for actual, right in zip(grads, expected, strict=True):
+            torch.testing.assert_close(actual, right)
+
+
+def test_a_traced_graph_of_the_operator_has_its_tangent() -> None:
+    heads, rotation, tangent = torch.randn(5, 2, 6), angles(5, 6), torch.randn(5, 2, 6)
+    graph = make_fx(lambda x: rotate_heads(x, rotation))(heads)
+    _, found = torch.func.jvp(graph, (heads,), (tangent,))
+    torch.testing.assert_close(found, rotate_heads(tangent, rotation))

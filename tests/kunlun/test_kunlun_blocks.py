@@ -195,3 +195,27 @@ def test_a_sequence_without_events_does_not_disturb_the_others():
     without = pool(jagged(s, torch.tensor([4, 5])))
     torch.testing.assert_close(with_empty[[1, 3]], without, rtol=0, atol=1e-14)
     assert not isinstance(pool.norm, nn.Identity)
+
+
+def test_another_module_or_a_hook_in_the_place_of_a_projection_gets_q_k_and_v():
+    class Wrapped(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, query, key=None, value=None):
+            return self.inner(query, key, value)
+
+    for rotate_values in (False, True):
+        layer, x = (
+            TemporalSelfAttention(16, 2, rotate_values=rotate_values),
+            jagged(torch.randn(5, 16), torch.tensor([2, 3])),
+        )
+        rotation = RotaryTemporalEmbedding(8)(x)
+        expected = [layer(x, r).values() for r in (None, rotation)]
+        seen = []
+        layer.in_proj.register_forward_hook(lambda module, args, out, seen=seen: seen.append(len(out)))
+        layer.in_proj = Wrapped(layer.in_proj)
+        for r, right in zip((None, rotation), expected, strict=True):
+            torch.testing.assert_close(layer(x, r).values(), right)
+        assert seen == [3, 3]

@@ -179,3 +179,52 @@ def test_experts_of_parts_of_tokens(calls: list[tuple[Any, ...]]) -> None:
     experts = WukongExperts(14, 8, 8, num_experts=2)
     experts(torch.randn(5, 14, 8, requires_grad=True)).sum().backward()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_backward_under_autocast_of_a_forward_without(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    layer, x, grad = layer_of(sizes), torch.randn(4, sizes[0], 8), torch.randn(4, sum(sizes[1:]), 8)
+    expected = solve(layer, x, grad)
+    x.requires_grad_()
+    total = (layer(x) * grad).sum()
+    with torch.autocast("cpu", dtype):
+        total.backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    error = (x.grad - expected["x"]).norm() / expected["x"].norm()
+    assert error < 8 * torch.finfo(dtype).eps
+
+
+def test_weights_may_change_before_a_backward_that_does_not_read_them() -> None:
+    layer, x = layer_of(SIZES["fewer tokens"]), torch.randn(4, 7, 8)
+    total = layer(x).sum()
+    with torch.no_grad():
+        layer.lcb.weight.mul_(0.9)
+    total.backward()
+    total = layer(x.requires_grad_()).sum()
+    with torch.no_grad():
+        layer.lcb.weight.mul_(0.9)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_a_tracer_sees_the_parts_called() -> None:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, TokenLinear) or super().is_leaf_module(m, module_qualified_name)
+
+    layer = layer_of(SIZES["fewer tokens"])
+    graph = Tracer().trace(layer)
+    assert {"lcb", "residual"} <= {node.target for node in graph.nodes if node.op == "call_module"}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of PyTorch, which looks at it itself
+def test_compiled_autograd_takes_the_step_whole() -> None:
+    layer, x, grad = layer_of(SIZES["fewer tokens"]), torch.randn(4, 7, 8), torch.randn(4, 5, 8)
+    expected = solve(layer, x, grad)
+    x.requires_grad_()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        (layer(x) * grad).sum().backward()
+    torch.testing.assert_close(x.grad, expected["x"])
+    torch._dynamo.reset()

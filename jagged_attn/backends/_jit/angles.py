@@ -39,13 +39,19 @@ def _bounds(row, offsets, total_rows, num_sequences, search_steps):
 
 
 @triton.jit
+def _time(timestamps, row):
+    time = tl.load(timestamps + row)
+    return time.to(tl.int64) if timestamps.dtype.element_ty == tl.int32 else time
+
+
+@triton.jit
 def _logarithms(timestamps, row, start, end, total_rows, TIME_SCALE: tl.constexpr, TO_LAST: tl.constexpr):
-    """``log(1 + gap / TIME_SCALE)`` of each row, fp32; the difference is taken in the dtype of the timestamps."""
-    own = tl.load(timestamps + tl.minimum(row, total_rows - 1))
+    """``log(1 + gap / TIME_SCALE)`` of each row, fp32; the difference is one of fp32, fp64 or int64."""
+    own = _time(timestamps, tl.minimum(row, total_rows - 1))
     if TO_LAST:
-        gap = tl.load(timestamps + tl.minimum(tl.maximum(end - 1, 0), total_rows - 1)) - own
+        gap = _time(timestamps, tl.minimum(tl.maximum(end - 1, 0), total_rows - 1)) - own
     else:
-        gap = own - tl.load(timestamps + tl.minimum(tl.maximum(row - 1, start), total_rows - 1))
+        gap = own - _time(timestamps, tl.minimum(tl.maximum(row - 1, start), total_rows - 1))
     # Not a maximum, which would make 0 of NaN.
     gap = tl.where(gap < 0, tl.zeros_like(gap), gap).to(tl.float64)
     # In fp64, where the sum does not lose a small gap; there is no log1p that Triton's interpreter has too.
