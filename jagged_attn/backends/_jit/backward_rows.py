@@ -174,7 +174,7 @@ def receive_queries(slots, item_full, turn):
     slot = open_slot(slots, item_full, turn, ITEM_SLOT)
     return (
         tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
-        tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True), tl.load(slot + 8, volatile=True),
+        tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from .tlx import tlx
 
 # Numbers that a load role hands over with an item, at most, and what the two slots of a CTA take.
-ITEM_SLOT = tl.constexpr(9)
+ITEM_SLOT = tl.constexpr(8)
 CTA_SLOTS = 2 * ITEM_SLOT.value
 # The extent of the ragged dimension in the maps of ``triton.tools.ragged_tma``.
 _EXTENT = tl.constexpr(2**30)

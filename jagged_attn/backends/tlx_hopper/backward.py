@@ -27,34 +27,23 @@ from .._jit.backward_rows import (
 from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
 from .._jit.scores import LOG2E, activate, derivative, mask_kind
 from .._jit.tlx import tlx
-from .ordered_sums import AT_ONCE, FIRST, LANDINGS, LAST, part_of, say_landed, sums_landed, wait_for_parts
 
-# Where a product leaves the elements of a 64 x 64 tile, or 64 x 32: of a lane, of a warp, of a register.
-_PRODUCT_64X32 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 4)), stride=((2, 32, 512), (1, 256, 8))))
+# Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
 
 
 @triton.jit
-def _take(number, turn, hand_out, where, done, C: tl.constexpr):
-    """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics.
-
-    Returns:
-        The item, see ``key_item``, and its part of the sums, see ``part_of``.
-    """
+def _take(number, turn, hand_out, where, C: tl.constexpr):
+    """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics."""
     slots, item_full, item_empty = hand_out
     item = key_item(number, *where, C.heads // C.group, C.rows, C.keys, C.mask)
-    part = (0, 0, 0)
-    if C.ordered:
-        part = part_of(number, item, where, done, C.heads // C.group, C.keys)
-    kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key, _ = item
-    numbers = (kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key, part[2])
-    publish(slots, item_full, item_empty, turn, numbers, ITEM_SLOT)
-    return item, part
+    publish(slots, item_full, item_empty, turn, item[:8], ITEM_SLOT)
+    return item
 
 
 @triton.jit
-def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, done, where, counter, hand_out, tiles, rows, sums,
-          loads, C: tl.constexpr):  # fmt: skip
+def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads,
+          C: tl.constexpr):  # fmt: skip
     """Hand out the items, each looked up while the one before it is loaded, and bring their tiles."""
     q_tiles, do_tiles, k_tile, v_tile = tiles
     lse_rows, delta_rows = rows
@@ -62,22 +51,12 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, done, where, cou
     SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = C.rows * (ROW_BYTES + (4 if SOFTMAX else 0))
-    dq_tiles, sum_full, sum_empty, sums_done = sums
     count = 0
     turn = 0
-    sum_count = 0
-    # Where the item before is counted, as long as nobody has been told that its sums are in memory; below 0: none.
-    untold = -1
-    item, part = _take(tl.program_id(0), turn, hand_out, where, done, C)
+    item = _take(tl.program_id(0), turn, hand_out, where, C)
     while item[4] > 0:
         kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key, block = item
         following = item
-        following_part = part
-        at_done, parts, kind = part
-        if C.ordered:
-            if (kind & AT_ONCE) != 0:
-                untold = say_landed(done, untold, turn - 1, sums_done)
-                wait_for_parts(done + at_done, parts)
         # Keys that no query sees are not loaded: what lies there may be NaN, and their gradients are 0.
         at_kv = ragged(start_kv, tl.where(len_q > 0, len_kv, 0), first_key, kv_head * C.dim)
         # Shared queries are not at their sequence's place, but the first rows of all.
@@ -109,37 +88,10 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, done, where, cou
                 tlx.async_descriptor_load(desc_v, v_tile[0], at_kv, v_full[0])
             if trip == tl.minimum(C.group * n - 1, 1):
                 # When as much is under way as the rings hold: the look-up takes as long as a tile.
-                following, following_part = _take(next_item(counter), turn + 1, hand_out, where, done, C)
-            if C.ordered:
-                if trip == tl.minimum(C.group * n - 1, 2):
-                    untold = say_landed(done, untold, turn - 1, sums_done)
-                if ((kind & LAST) != 0) & (trip > 0):
-                    _load_sums(desc_sum, dq_tiles, sum_full, sum_empty, sum_count, start_q, len_q,
-                               query_head(trip - 1, kv_head, n, C.group),
-                               first_query_of(trip - 1, begin, n, C.group, C.rows), C)  # fmt: skip
-                    sum_count += 1
+                following = _take(next_item(counter), turn + 1, hand_out, where, C)
             count += 1
-        if C.ordered:
-            if (kind & LAST) != 0:
-                _load_sums(desc_sum, dq_tiles, sum_full, sum_empty, sum_count, start_q, len_q,
-                           query_head(C.group * n - 1, kv_head, n, C.group), begin + (n - 1) * C.rows, C)  # fmt: skip
-                sum_count += 1
-            untold = at_done
         turn += 1
         item = following
-        part = following_part
-    if C.ordered:
-        untold = say_landed(done, untold, turn - 1, sums_done)
-
-
-@triton.jit
-def _load_sums(desc_sum, dq_tiles, sum_full, sum_empty, count, start_q, len_q, head, first_query, C: tl.constexpr):
-    """Bring what the other items have summed up for a query tile to both groups."""
-    for g in tl.static_range(2):
-        tlx.barrier_wait(sum_empty[g], count & 1)
-        tlx.barrier_expect_bytes(sum_full[g], C.rows * (C.dim // 2) * 4)
-        at = ragged(start_q, len_q, first_query, head * C.dim + g * (C.dim // 2))
-        tlx.async_descriptor_load(desc_sum, dq_tiles[g], at, sum_full[g])
 
 
 @triton.jit
@@ -170,187 +122,124 @@ def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _send_dq(desc_sum, desc_dq, dq_tiles, dq_ends, dq, factor, start_q, len_q, head, first_query, kind, g: tl.constexpr,
-             FINISH: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """Add this group's columns of a query tile's dQ to the sum in global memory, begin it, or FINISH it."""
-    COLUMNS: tl.constexpr = C.dim // 2
-    c0, c1, c2, c3 = ragged(start_q, len_q, first_query, head * C.dim + g * COLUMNS)
-    if FINISH:
-        tlx.local_store(dq_ends[2 * g], (dq * factor).to(tlx.dtype_of(desc_dq)))
-        tlx.fence("async_shared")
-        tlx.async_descriptor_store(desc_dq, dq_ends[2 * g], [c0, c1, c2, c3])
-    else:
-        tlx.local_store(dq_tiles[g], dq)
-        tlx.fence("async_shared")
-        if C.ordered:
-            if (kind & FIRST) != 0:
-                tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3])
-            else:
-                tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
-        else:
-            tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
+def _add_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr):
+    """Add this group's columns of a query tile's dQ to the sum in global memory."""
+    tlx.local_store(dq_tiles[g], dq)
+    tlx.fence("async_shared")
+    c0, c1, c2, c3 = ragged(start_q, len_q, first_query, head * D + g * (D // 2))
+    tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
 
 
 @triton.jit
-def _visit(g: tl.constexpr, desc_sum, desc_dq, scale, out_scale, item, seen, turn, count, sum_count, kind, tiles, rows,
-           exchange, sums, loads, FINISH: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """The queries of an item: group g's dK and dV, and its columns of dQ, on their way.
-
-    FINISH: what others have summed up is added, and dQ leaves rounded.
-    """
-    kv_head, rows_dq, len_q, begin, n = item
-    q_tiles, do_tiles, k_tile, v_tile = tiles
-    lse_rows, delta_rows = rows
-    ds_tiles, dq_tiles, dq_ends, ds_full, ds_empty = exchange
-    sum_full, sum_empty, sums_done = sums
-    q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
-    HALF: tl.constexpr = C.keys // 2
-    COLUMNS: tl.constexpr = C.dim // 2
-    # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
-    PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
-    dk = tl.zeros([HALF, C.dim], tl.float32)
-    dv = tl.zeros([HALF, C.dim], tl.float32)
-    tlx.barrier_wait(k_full[0], turn & 1)
-    tlx.barrier_wait(v_full[0], turn & 1)
-    for trip in tl.range(0, C.group * n, disable_licm=True):
-        buf, phase = ring(count, C.stages)
-        ds_buf, ds_phase = ring(count, C.ds_stages)
-        # At the first query tile this is a dS of before. The product is made and dropped: a first iteration of
-        # its own costs the compiler 750 bytes of spills and all overlap.
-        last_buf = (count + C.ds_stages - 1) % C.ds_stages
-        tlx.barrier_wait(q_full[buf], phase)
-        s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
-        if C.sums:
-            ds_last = tlx.local_trans(ds_tiles[last_buf])
-            k_half = tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS])
-            if trip > 0:
-                tlx.barrier_wait(ds_full[last_buf], ((count - 1) // C.ds_stages) & 1)
-            if FINISH:
-                if trip > 0:
-                    tlx.barrier_wait(sum_full[g], sum_count & 1)
-                before = tlx.local_load(dq_tiles[g], layout=_PRODUCT_64X64 if C.dim == 128 else _PRODUCT_64X32)
-                if trip > 0:
-                    tlx.barrier_arrive(sum_empty[g], 1)
-                    sum_count += 1
-                dq = tlx.async_dot(ds_last, k_half, before)
-            else:
-                dq = tlx.async_dot(ds_last, k_half)
-            s = tlx.async_dot_wait(1, s)
-        else:
-            s = tlx.async_dot_wait(0, s)
-        if C.act == "softmax":
-            lse_row = tlx.local_load(lse_rows[buf])
-        else:
-            lse_row = tl.zeros([C.rows], tl.float32)
-        first_query = first_query_of(trip, begin, n, C.group, C.rows)
-        p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
-        own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
-        if PARK:
-            if C.sums:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-            tlx.local_store(own_ds, factor)
-        tlx.barrier_wait(do_full[buf], phase)
-        dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
-        if C.sums:
-            tlx.async_descriptor_store_wait(0)
-            if C.ordered:
-                if trip == 0:
-                    if (turn > 0) & ((kind & AT_ONCE) == 0):
-                        sums_landed(sums_done, turn - 1)
-                    if FINISH:
-                        tlx.barrier_arrive(sum_empty[g], 1)
-            dq = tlx.async_dot_wait(1, dq)
-            if trip > 0:
-                tlx.barrier_arrive(ds_empty[last_buf], 1)
-                _send_dq(
-                    desc_sum, desc_dq, dq_tiles, dq_ends, dq, scale * out_scale, rows_dq, len_q,
-                    query_head(trip - 1, kv_head, n, C.group), first_query_of(trip - 1, begin, n, C.group, C.rows),
-                    kind, g, FINISH, C,
-                )  # fmt: skip
-        dv = tlx.async_dot(p, do_tiles[buf], dv)
-        dp = tlx.async_dot_wait(1, dp)
-        if C.act == "softmax":
-            dp -= tlx.local_load(delta_rows[buf])[None, :]
-        if PARK:
-            factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
-        ds = (factor.to(tl.float32) * dp).to(DTYPE)
-        if C.sums:
-            if not PARK:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-            tlx.local_store(own_ds, ds)
-            tlx.fence("async_shared")
-            tlx.barrier_arrive(ds_full[ds_buf], 1)
-        dk = tlx.async_dot(ds, q_tiles[buf], dk)
-        dv = tlx.async_dot_wait(1, dv)
-        dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(tile_empty[buf], 1)
-        count += 1
-
-    if C.sums:
-        last_buf, last_phase = ring(count - 1, C.ds_stages)
-        tlx.barrier_wait(ds_full[last_buf], last_phase)
-        ds_last = tlx.local_trans(ds_tiles[last_buf])
-        k_half = tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS])
-        if FINISH:
-            tlx.barrier_wait(sum_full[g], sum_count & 1)
-            before = tlx.local_load(dq_tiles[g], layout=_PRODUCT_64X64 if C.dim == 128 else _PRODUCT_64X32)
-            sum_count += 1
-            dq_end = tlx.async_dot(ds_last, k_half, before)
-        else:
-            dq_end = tlx.async_dot(ds_last, k_half)
-        tlx.async_descriptor_store_wait(0)
-        dq_end = tlx.async_dot_wait(0, dq_end)
-        tlx.barrier_arrive(ds_empty[last_buf], 1)
-        tlx.barrier_arrive(keys_empty[0], 1)
-        _send_dq(
-            desc_sum, desc_dq, dq_tiles, dq_ends, dq_end, scale * out_scale, rows_dq, len_q,
-            query_head(C.group * n - 1, kv_head, n, C.group), begin + (n - 1) * C.rows, kind, g, FINISH, C,
-        )  # fmt: skip
-    else:
-        tlx.barrier_arrive(keys_empty[0], 1)
-        tlx.async_descriptor_store_wait(0)
-    return dk, dv, count, sum_count
-
-
-@triton.jit
-def _gradients(g: tl.constexpr, desc_sum, desc_dq, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange,
-               out_tiles, sums, loads, C: tl.constexpr):  # fmt: skip
+def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads,
+               C: tl.constexpr):  # fmt: skip
     """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
     exponentials, so that neither waits for the other's dS.
     """
     slots, item_full, item_empty = hand_out
-    sums_done = sums[2]
+    q_tiles, do_tiles, k_tile, v_tile = tiles
+    lse_rows, delta_rows = rows
+    ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty = exchange
+    q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
     HALF: tl.constexpr = C.keys // 2
+    COLUMNS: tl.constexpr = C.dim // 2
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
+    # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
+    PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
     count = 0
     turn = 0
-    sum_count = 0
-    kv_head, start_q, len_q, begin, n, kind = receive_queries(slots, item_full, turn)
+    kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
     while n > 0:
         rows_dq = tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
         seen = (tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0)
         if mask_kind(C.mask) != "full":
             _, len_kv, first_key = receive_keys(slots, turn)
             seen = query_ranges(first_key + g * HALF, len_q, len_kv, HALF, C.mask)
-        item = (kv_head, rows_dq, len_q, begin, n)
-        shared = (tiles, rows, exchange, sums, loads)
-        if C.ordered:
-            if (kind & LAST) != 0:
-                dk, dv, count, sum_count = _visit(g, desc_sum, desc_dq, scale, out_scale, item, seen, turn, count,
-                                                  sum_count, kind, *shared, True, DTYPE, C)  # fmt: skip
-                # dV leaves through the buffer that dQ is leaving through.
-                tlx.async_descriptor_store_wait(0)
+        dk = tl.zeros([HALF, C.dim], tl.float32)
+        dv = tl.zeros([HALF, C.dim], tl.float32)
+        tlx.barrier_wait(k_full[0], turn & 1)
+        tlx.barrier_wait(v_full[0], turn & 1)
+        for trip in tl.range(0, C.group * n, disable_licm=True):
+            buf, phase = ring(count, C.stages)
+            ds_buf, ds_phase = ring(count, C.ds_stages)
+            # At the first query tile this is a dS of before. The product is made and dropped: a first iteration of
+            # its own costs the compiler 750 bytes of spills and all overlap.
+            last_buf = (count + C.ds_stages - 1) % C.ds_stages
+            tlx.barrier_wait(q_full[buf], phase)
+            s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
+            if C.sums:
+                if trip > 0:
+                    tlx.barrier_wait(ds_full[last_buf], ((count - 1) // C.ds_stages) & 1)
+                dq = tlx.async_dot(
+                    tlx.local_trans(ds_tiles[last_buf]),
+                    tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS]),
+                )
+                s = tlx.async_dot_wait(1, s)
             else:
-                dk, dv, count, sum_count = _visit(g, desc_sum, desc_dq, scale, out_scale, item, seen, turn, count,
-                                                  sum_count, kind, *shared, False, DTYPE, C)  # fmt: skip
-        else:
-            dk, dv, count, sum_count = _visit(g, desc_sum, desc_dq, scale, out_scale, item, seen, turn, count,
-                                              sum_count, kind, *shared, False, DTYPE, C)  # fmt: skip
+                s = tlx.async_dot_wait(0, s)
+            if C.act == "softmax":
+                lse_row = tlx.local_load(lse_rows[buf])
+            else:
+                lse_row = tl.zeros([C.rows], tl.float32)
+            first_query = first_query_of(trip, begin, n, C.group, C.rows)
+            p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
+            own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
+            if PARK:
+                if C.sums:
+                    tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+                tlx.local_store(own_ds, factor)
+            tlx.barrier_wait(do_full[buf], phase)
+            dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
+            if C.sums:
+                tlx.async_descriptor_store_wait(0)
+                dq = tlx.async_dot_wait(1, dq)
+                if trip > 0:
+                    tlx.barrier_arrive(ds_empty[last_buf], 1)
+                    _add_dq(
+                        desc_sum, dq_tiles, dq, rows_dq, len_q, query_head(trip - 1, kv_head, n, C.group),
+                        first_query_of(trip - 1, begin, n, C.group, C.rows), g, C.dim,
+                    )  # fmt: skip
+            dv = tlx.async_dot(p, do_tiles[buf], dv)
+            dp = tlx.async_dot_wait(1, dp)
+            if C.act == "softmax":
+                dp -= tlx.local_load(delta_rows[buf])[None, :]
+            if PARK:
+                factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
+            ds = (factor.to(tl.float32) * dp).to(DTYPE)
+            if C.sums:
+                if not PARK:
+                    tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+                tlx.local_store(own_ds, ds)
+                tlx.fence("async_shared")
+                tlx.barrier_arrive(ds_full[ds_buf], 1)
+            dk = tlx.async_dot(ds, q_tiles[buf], dk)
+            dv = tlx.async_dot_wait(1, dv)
+            dk = tlx.async_dot_wait(0, dk)
+            tlx.barrier_arrive(tile_empty[buf], 1)
+            count += 1
 
         # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
         start_kv, len_kv, first_key = receive_keys(slots, turn)
+        if C.sums:
+            last_buf, last_phase = ring(count - 1, C.ds_stages)
+            tlx.barrier_wait(ds_full[last_buf], last_phase)
+            dq_end = tlx.async_dot(
+                tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS])
+            )
+            tlx.async_descriptor_store_wait(0)
+            dq_end = tlx.async_dot_wait(0, dq_end)
+            tlx.barrier_arrive(ds_empty[last_buf], 1)
+            tlx.barrier_arrive(keys_empty[0], 1)
+            _add_dq(
+                desc_sum, dq_tiles, dq_end, rows_dq, len_q, query_head(C.group * n - 1, kv_head, n, C.group),
+                begin + (n - 1) * C.rows, g, C.dim,
+            )  # fmt: skip
+        else:
+            tlx.barrier_arrive(keys_empty[0], 1)
+            tlx.async_descriptor_store_wait(0)
+
         # The next item arrives under the stores of this one, whose slot is free.
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         turn += 1
@@ -363,16 +252,13 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dq, desc_dk, desc_dv, scale, out_
         tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
         tlx.fence("async_shared")
         tlx.async_descriptor_store(desc_dk, out_tiles[g], at)
-        kv_head, start_q, len_q, begin, n, kind = following
-        if C.ordered:
-            if ((kind & AT_ONCE) != 0) | (n <= 0):
-                sums_landed(sums_done, turn - 1)
+        kv_head, start_q, len_q, begin, n = following
     tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items"])
-def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dq, desc_dk, desc_dv, row_stats, table, counter, slots,
-                offsets_q, offsets_kv, done, num_sequences, total_q, total_kv, items, scale, out_scale,
+def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row_stats, table, counter, slots,
+                offsets_q, offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale,
                 C: tl.constexpr):  # fmt: skip
     """dK and dV: persistent, a work item is a key tile of a key head.
 
@@ -400,14 +286,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dq, desc_dk, des
     ds_tiles = tlx.local_alloc((C.keys, C.rows), DTYPE, C.ds_stages)
     HALF: tl.constexpr = C.dim // 2
     dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2)
-    if C.ordered:
-        # A rounded tile of dQ leaves through the first half of what dV and dK leave through.
-        way_out = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
-        out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2, reuse=way_out)
-        dq_ends = tlx.local_alloc((C.rows, HALF), DTYPE, 4, reuse=way_out)
-    else:
-        out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2)
-        dq_ends = dq_tiles
+    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2)
     lse_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     delta_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     q_full = tlx.alloc_barriers(C.stages)
@@ -420,25 +299,17 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dq, desc_dk, des
     ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 2)
-    sum_full = tlx.alloc_barriers(2)
-    sum_empty = tlx.alloc_warp_barrier(2, 4)
-    sums_done = tlx.alloc_warp_barrier(LANDINGS, 4, 2)
     # The first dQ of all, which is dropped, reads the last buffer.
     tlx.local_store(ds_tiles[C.ds_stages - 1], tl.zeros([C.keys, C.rows], DTYPE))
-    if C.ordered:
-        for g in tl.static_range(2):
-            tlx.local_store(dq_tiles[g], tl.zeros([C.rows, HALF], tl.float32))
     tlx.fence("async_shared")
     where = (items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)
     hand_out = (slots, item_full, item_empty)
     tiles = (q_tiles, do_tiles, k_tile, v_tile)
     rows = (lse_rows, delta_rows)
-    exchange = (ds_tiles, dq_tiles, dq_ends, ds_full, ds_empty)
+    exchange = (ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty)
     loads = (q_full, do_full, tile_empty, k_full, v_full, keys_empty)
-    for_load = (desc_q, desc_k, desc_v, desc_do, desc_sum, row_stats, done, where, counter, hand_out, tiles, rows,
-                (dq_tiles, sum_full, sum_empty, sums_done), loads)  # fmt: skip
-    for_groups = (desc_sum, desc_dq, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, out_tiles,
-                  (sum_full, sum_empty, sums_done), loads)  # fmt: skip
+    for_load = (desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads)
+    for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _load(*for_load, C)

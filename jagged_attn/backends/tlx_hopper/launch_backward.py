@@ -1,6 +1,5 @@
 """The host's side of the Hopper backward of self and cross attention, and of more shared queries than fit a tile."""
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +18,6 @@ from ..base import Geometry, new_gradients
 from .backward import backward_kv
 from .backward_queries import backward_q
 from .capability import BLOCK_KV, BLOCK_Q
-from .ordered_sums import prepare_ordered
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}
@@ -31,36 +29,6 @@ _REPLICAS = 16
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
 _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
-ORDERED = float(os.environ.get("JAGGED_ORDERED", "0"))
-_CACHE = {}
-
-
-def ordered_table(table, offsets_q, offsets_kv, total_q, total_kv, heads, factor, processors=132):
-    key = (table.data_ptr(), offsets_q.data_ptr(), factor)
-    if key in _CACHE:
-        return _CACHE[key][0]
-    B = offsets_kv.numel() - 1
-    lq, lkv = offsets_q.diff().long(), offsets_kv.diff().long()
-    order = torch.argsort(lq, descending=True, stable=True)
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(B, device=order.device)
-    rank = torch.cat([rank, rank.new_full((1,), B)])
-    T = torch.cat([(lkv + BLOCK_KV - 1) // BLOCK_KV, lkv.new_full((1,), 1)])
-    b, first = table[:, 0].long(), table[:, 1].long()
-    valid = b >= 0
-    bb = b.clamp(min=0)
-    t, n, r = first // BLOCK_KV, T[bb], rank[bb]
-    avg = max(total_kv / BLOCK_KV / max(B, 1) + 0.5, 1.0)
-    lag = max(int(-(-factor * processors // (heads * avg))), 1)
-    multi = (n > 1) & (bb < B)
-    group = torch.where(multi & (t == 0), r - lag, torch.where(multi & (t == n - 1), r + lag, r)) + lag
-    sub = torch.where(t == 0, 0, torch.where(t == n - 1, 2, 1))
-    k = torch.where(valid, group * 4 + sub, 2**40)
-    new = table[torch.argsort(k, stable=True)].contiguous()
-    _CACHE[key] = (new, table, offsets_q)
-    return new
-
-
 # Counters of work are 16 bytes apart, as aligned as the tensors that Triton compiles for.
 _COUNTERS, _APART = 2, 4
 
@@ -72,19 +40,16 @@ class _Kernels:
     prepare: PreparedKernel
     keys: PreparedKernel
     queries: PreparedKernel
-    ordered: bool
     finish: PreparedKernel
 
 
 @lru_cache(maxsize=1024)
-def _kernels(spec: AttentionSpec, on_gpu: bool, want: bool) -> _Kernels:
+def _kernels(spec: AttentionSpec, on_gpu: bool) -> _Kernels:
     shared, dim = spec.kind == "broadcast_q", spec.head_dim
     sums = shared or not spec.deterministic
-    ordered = want and sums and not shared and spec.mask.code.startswith("full")
     around = {
         "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "SOFTMAX": spec.has_softmax, "COUNTERS": _COUNTERS * _APART,
         "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK, "ZERO": sums and not shared,
-        "KV_HEADS": spec.num_kv_heads, "BN": BLOCK_KV,
     }  # fmt: skip
     common = {
         "heads": spec.num_heads, "group": spec.group_size, "dim": dim, "mask": spec.mask.code,
@@ -92,14 +57,13 @@ def _kernels(spec: AttentionSpec, on_gpu: bool, want: bool) -> _Kernels:
     }  # fmt: skip
     keys = Constants(
         **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=_STAGES[dim], ds_stages=_DS_STAGES, sums=sums,
-        replicas=_REPLICAS if shared else 0, ordered=ordered,
+        replicas=_REPLICAS if shared else 0,
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
     four = {"num_warps": 4}
     tlx = {**four, "num_stages": 1}
     return _Kernels(
-        ordered=ordered,
-        prepare=PreparedKernel(prepare_ordered if ordered else prepare_backward, around, four),
+        prepare=PreparedKernel(prepare_backward, around, four),
         keys=PreparedKernel(backward_kv, {"C": keys}, tlx),
         queries=PreparedKernel(backward_q, {"C": queries}, tlx),
         finish=PreparedKernel(finish_dq, around, {"num_warps": 8}),
@@ -177,7 +141,7 @@ class _Call:
 
 def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
-    kernels = _kernels(spec, q.is_cuda, ORDERED > 0)
+    kernels = _kernels(spec, q.is_cuda)
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
     if call.shared:
@@ -187,32 +151,20 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     counters = q.new_empty((_COUNTERS, _APART), dtype=torch.int32)
     # Without an out_scale everything is 0 in the end; the sums need only be finite.
     inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
-    tensors = (call.dout, out, lse, stats, dq_sum, counters)
-    strides = (call.dout.stride(0), inverse_out_scale)
-    table = call.tables[0]
-    done = counters
-    if kernels.ordered:
-        done = q.new_empty((call.num_sequences + 1) * spec.num_kv_heads, dtype=torch.int32)
-        table = ordered_table(
-            table, call.offsets_q, call.offsets_kv, total_q, call.k.shape[0], spec.num_kv_heads, ORDERED,
-            num_processors(q.device),
-        )  # fmt: skip
-        tensors = (*tensors, call.dq, done, call.offsets_q, call.offsets_kv)
-        kernels.prepare.launch(blocks * heads, tensors, call.sizes, strides)
-    else:
-        kernels.prepare.launch(blocks * heads, (*tensors, call.offsets_q), call.sizes[:2], strides)
-    _launch_keys(call, kernels.keys, table, stats, dq_sum, done, counters[0])
+    tensors = (call.dout, out, lse, stats, dq_sum, counters, call.offsets_q)
+    kernels.prepare.launch(blocks * heads, tensors, call.sizes[:2], (call.dout.stride(0), inverse_out_scale))
+    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
     factor = spec.scale * spec.out_scale
     if call.shared:
         call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
     elif spec.deterministic:
         _launch_queries(call, kernels.queries, stats, counters[1])
-    elif not kernels.ordered:
+    else:
         kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (total_q,), (factor,))
 
 
 def _launch_keys(
-    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, done: Tensor, counter: Tensor
+    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor
 ) -> None:
     dim = call.spec.head_dim
     maps = (
@@ -221,11 +173,10 @@ def _launch_keys(
         ragged_map(call.v, BLOCK_KV, dim),
         ragged_map(call.dout, BLOCK_Q, dim),
         ragged_map(dq_sum, BLOCK_Q, dim // 2),
-        ragged_map(dq_sum if call.shared or call.spec.deterministic else call.dq, BLOCK_Q, dim // 2),
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
-    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, maps, (done,))
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, maps)
 
 
 def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter: Tensor) -> None:
@@ -242,14 +193,14 @@ def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter:
 
 def _launch_items(
     call: _Call, kernel: PreparedKernel, table: Tensor, items: int, stats: Tensor, counter: Tensor,
-    maps: tuple[TensorDescriptor, ...], more: tuple[Tensor, ...] = (),
+    maps: tuple[TensorDescriptor, ...],
 ) -> None:  # fmt: skip
     """Launch a kernel whose CTAs take items from ``counter``."""
     programs = min(num_processors(call.q.device), items)
     slots = table.new_empty(CTA_SLOTS * programs)
     kernel.launch(
         programs,
-        (stats, table, counter, slots, call.offsets_q, call.offsets_kv, *more),
+        (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
         (*call.sizes, items),
         (call.spec.scale, call.spec.out_scale),
         maps,
