@@ -38,15 +38,6 @@ def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.const
     return low
 
 
-@triton.jit
-def rows_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
-    """The sequence of a block of the row statistics, the rows that it stands for, and which of those there are."""
-    b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK)
-    start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
-    in_sequence = (block - first_block(start, b, BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-    return b, start + in_sequence, (in_sequence >= 0) & (in_sequence < length)
-
-
 @triton.jit(do_not_specialize=["num_sequences", "total_q"])
 def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_sequences, total_q, dout_row,
                      inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
@@ -60,7 +51,11 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_seq
     block = tl.program_id(0) // H
     if tl.program_id(0) == 0:
         tl.store(counters + tl.arange(0, COUNTERS), tl.zeros([COUNTERS], tl.int32))
-    b, rows, row_ok = rows_of_block(block, offsets_q, num_sequences, total_q, BM)
+    b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
+    start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
+    in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
+    row_ok = (in_sequence >= 0) & (in_sequence < length)
+    rows = start + in_sequence
     columns = tl.arange(0, D)[None, :]
     if ZERO:
         sums = dq_sum + ((rows * H + head) * D)[:, None] + columns
