@@ -151,8 +151,11 @@ def is_plain(*tensors: Tensor) -> bool:
     """Whether nothing watches operators on these tensors, all on one device."""
     if _len_torch_dispatch_stack() or _is_torch_function_mode_enabled() or peek_interpreter_stack() is not None:
         return False
-    if _is_tracing():
-        return False
+    return not _is_tracing() and _are_ordinary(tensors)
+
+
+def _are_ordinary(tensors: tuple[Any, ...]) -> bool:
+    """Whether they are tensors, of no other class, and have memory; all on one device."""
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter:
             return False
@@ -166,14 +169,9 @@ def fits_functions(*tensors: Any) -> bool:
     """
     if torch.compiler.is_compiling() or _is_tracing() or forward_ad._current_level >= 0:
         return False
-    if peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None or not _are_ordinary(tensors):
         return False
-    for x in tensors:
-        if type(x) is not Tensor and type(x) is not Parameter:
-            return False
-        if is_legacy_batchedtensor(x):
-            return False
-    return not tensors[0].is_meta
+    return not any(map(is_legacy_batchedtensor, tensors))
 
 
 def _attention(

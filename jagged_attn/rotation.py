@@ -66,10 +66,15 @@ def _split_rotated(packed: Tensor, rotation: Tensor, sizes: Sequence[int], num_t
     return (*rotate_heads(heads, rotation).split(turned, 1), *others)
 
 
-def _formula(heads: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
+def _operands(heads: Tensor, rotation: Tensor, inverse: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """a, b, cosine and sine of the formula."""
     cos, sin = rotation.unsqueeze(2).unbind(0)
-    sin = -sin if inverse else sin
     a, b = heads.to(rotation.dtype).chunk(2, dim=-1)
+    return a, b, cos, -sin if inverse else sin
+
+
+def _formula(heads: Tensor, rotation: Tensor, inverse: bool) -> Tensor:
+    a, b, cos, sin = _operands(heads, rotation, inverse)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(heads.dtype)
 
 
@@ -107,9 +112,7 @@ def _write(heads: Tensor, rotation: Tensor, inverse: bool, out: Tensor) -> None:
         heads = heads if heads.stride(-1) == 1 else heads.contiguous()
         turn(heads, rotation.contiguous(), inverse, out)
         return
-    cos, sin = rotation.unsqueeze(2).unbind(0)
-    sin = -sin if inverse else sin
-    a, b = heads.to(rotation.dtype).chunk(2, dim=-1)
+    a, b, cos, sin = _operands(heads, rotation, inverse)
     first, second = out.chunk(2, dim=-1)
     first.copy_((a * cos).addcmul_(b, sin, value=-1))
     second.copy_((a * sin).addcmul_(b, cos))
