@@ -36,8 +36,6 @@ from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
 
 # Samples of a rank in the checks, which run on one process too.
 _CHECKED = 12
-# Of all layers of the models that are compiled in a run.
-_COMPILATIONS = 256
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         print("scaling: must be started by torchrun, see --help.", file=sys.stderr)
         return 2
-    # Layers share their code, and PyTorch counts the compilations of one code.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     device = _device(options.backend_comm)
     bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(options.backend_comm, timeout=timedelta(seconds=options.timeout), **bound)

@@ -30,6 +30,8 @@ Parallel = Literal["none", "ddp", "fsdp2", "fsdp2_whole"]
 PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
 _FULLY_SHARDED = ("fsdp2", "fsdp2_whole")
 _RATE = 0.02
+# Of all layers of the models that are compiled in a run.
+_COMPILATIONS = 256
 # Processors of a GPU that a collective may take while the layers compute.
 _NCCL_CTAS = 4
 _ROUNDINGS = 8
@@ -37,6 +39,8 @@ _ROUNDINGS = 8
 
 def compile_layers(ranker: Ranker) -> None:
     """Compile the layers of the stack, each on its own: hooks of FSDP2 stay outside, sizes are unknown throughout."""
+    # Layers share their code, and PyTorch counts the compilations of one code.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _COMPILATIONS)
     for layer in _layers(ranker):
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
 
@@ -73,7 +77,7 @@ def parallelize(
         ids = [device] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(ranker, device_ids=ids, gradient_as_bucket_view=True)
     if how in _FULLY_SHARDED:
-        mesh = _mesh(device) if how == "fsdp2" else init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = _mesh(device, beside_kernels=how == "fsdp2")
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
         # The root casts what comes in; a layer's rotations stay as exact as they are.
         inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
@@ -84,9 +88,9 @@ def parallelize(
     return ranker
 
 
-def _mesh(device: torch.device) -> DeviceMesh:
+def _mesh(device: torch.device, beside_kernels: bool) -> DeviceMesh:
     """All ranks; collectives that run beside kernels hold few processors of a GPU, see docs/scaling.md."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not beside_kernels:
         return init_device_mesh(device.type, (dist.get_world_size(),))
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _NCCL_CTAS

@@ -222,6 +222,11 @@ def _per_repeat(launch: Callable[[Tensor], Any], processors: int, device: torch.
     return statistics.median(cycles), statistics.median(clocks)
 
 
+def _links(device: torch.device) -> Tensor:
+    """What ``chase`` follows: 256 bytes on, over a MiB."""
+    return (torch.arange(2**18, dtype=torch.int32, device=device) + 64) % 2**18
+
+
 def _loaded_clock(device: torch.device) -> float:
     """GHz right behind rounds like the bench's: a write of 256 MiB, then a millisecond of products.
 
@@ -230,8 +235,7 @@ def _loaded_clock(device: torch.device) -> float:
     """
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     scratch = torch.empty(2**28, dtype=torch.int8, device=device)
-    links = (torch.arange(2**18, dtype=torch.int32, device=device) + 64) % 2**18
-    clocks = []
+    links, clocks = _links(device), []
     for i in range(_LAUNCHES + 1):
         out = torch.zeros(1, 2, dtype=torch.int64, device=device)
         for _ in range(_ROUNDS):
@@ -281,8 +285,7 @@ def measure(machine: Machine, device: torch.device) -> dict[str, float]:
     found["named_barrier"] = cycles(named_barrier, **_EIGHT_WARPS)[0]
     found["exponentials"] = 16384 / cycles(exponentials, sums, num_warps=8)[0]
     found["shared_bytes"] = 8 * 64 * 128 * 2 / cycles(shared_reads, sums, TILES=8, num_warps=8)[0]
-    links = (torch.arange(2**18, dtype=torch.int32, device=device) + 64) % 2**18
-    found["global_latency"] = cycles(chase, links, grid=1)[0]
+    found["global_latency"] = cycles(chase, _links(device), grid=1)[0]
     found |= _tma(machine, device)
     buffer = torch.zeros(_L2_BYTES // 256, 128, dtype=torch.bfloat16, device=device)
     desc = TensorDescriptor.from_tensor(buffer, [64, 128])

@@ -107,7 +107,6 @@ def wrong_factor() -> str:
 
 def compiled(folder: Path) -> dict[str, Any]:
     """The layers compiled one by one, under each way of training on many ranks; one of two ranks without a sample."""
-    torch._dynamo.config.recompile_limit = 64
     return {how: check("empty", how, SCENARIO, CPU, compiled=True) for how in ("ddp", "fsdp2", "fsdp2_whole")}
 
 
