@@ -1,11 +1,16 @@
 """``fully_shard`` (FSDP2) for modules that take and return jagged tensors."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .jagged_tensor import Jagged, layout_of
+from .validation import check_flags
+
+if TYPE_CHECKING:
+    from .packing import Pack
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -20,7 +25,7 @@ class _Opened(NamedTuple):
     kind: type
 
 
-def fully_shard(module: M, **options: Any) -> M:
+def fully_shard(module: M, *, pack: bool = False, **options: Any) -> M:
     """``torch.distributed.fsdp.fully_shard``, for a module whose arguments or results hold ``JaggedTensor``s.
 
     FSDP2 gathers the parameters of a module again when the first gradient of its outputs arrives, and reduces their
@@ -31,24 +36,52 @@ def fully_shard(module: M, **options: Any) -> M:
     Modules that take and return plain tensors need no more than PyTorch's function; this one does the same to them.
     Offsets and lengths stay the very same objects, so a stack still shares one layout.
 
+    For each parameter FSDP2 has work in Python in every step, which shows where a model has hundreds that are small.
+    With ``pack`` it sees one, ``module.packed``: the shards that it would have made, one behind the other. The
+    optimizer gets it from ``parameters()``, and must work element by element, as Adam and SGD do. The state dict has
+    the names and ``DTensor``s that it has without. Whole parameters are kept from the forward to the backward.
+
     Args:
-        module: as for PyTorch's function.
+        module: as for PyTorch's function; with ``pack``, parameters that need no gradient are sharded one by one.
+        pack: all parameters of the module as one, but for those of modules that were sharded before.
         options: its keywords: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ... With a ``mp_policy``, FSDP casts
             every floating input of the module, which would round the ``rotation`` of ``RotaryTemporalEmbedding`` and
             timestamps: give layers below the root ``cast_forward_inputs=False``, and timestamps as integers.
 
     Returns:
         ``module``.
+
+    Raises:
+        TypeError: ``pack`` is not a bool.
+        ValueError: ``pack`` with ``shard_placement_fn`` or ``dp_mesh_dims``; a parameter cannot be packed: it is a
+            scalar, on the meta device or of another dtype than the others, or its module has a ``__setattr__`` of its
+            own, such as ``nn.GRU``; or the module has an attribute ``packed``.
     """
     from torch.distributed.fsdp import fully_shard
 
+    check_flags(pack=pack)
+    packing = _pack(module, options) if pack else None
     fully_shard(module, **options)
     # FSDP's own hooks are there already: the first of each pair goes before them, the second after them.
     module.register_forward_pre_hook(_before(_open), prepend=True, with_kwargs=True)
     module.register_forward_pre_hook(_before(_close), with_kwargs=True)
     module.register_forward_hook(_after(_open), prepend=True)
     module.register_forward_hook(_after(_close))
+    if packing is not None:
+        packing.attach()
     return module
+
+
+def _pack(module: nn.Module, options: Mapping[str, Any]) -> "Pack":
+    from .packing import Pack
+
+    for name in ("shard_placement_fn", "dp_mesh_dims"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} must be None with pack=True, which shards the first dimension over one mesh.")
+    mesh = options.get("mesh")
+    # The last dimension of a mesh shards, one before it replicates.
+    world_size = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    return Pack(module, world_size, options.get("ignored_params") or ())
 
 
 def _before(change: Callable[[Any], Any]) -> Callable[..., Any]:

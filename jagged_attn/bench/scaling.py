@@ -69,6 +69,11 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
     return replace(scenario, batch=batch)
 
 
+def _ways(options: argparse.Namespace) -> dict[str, bool]:
+    """What the options say of the way that the model is trained in checks and in speed."""
+    return {"compiled": options.compile, "pack": not options.unpacked}
+
+
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
@@ -78,7 +83,7 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
     """All checks; a rank that fails one raises, which ends the others."""
     for how in options.parallel:
         for what in options.checks:
-            ratios = check(what, how, scenario_of(options), device, options.backend, compiled=options.compile)
+            ratios = check(what, how, scenario_of(options), device, options.backend, **_ways(options))
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
             _say(f"{how:11s} {what:12s} right: {shown} of what is allowed")
     return 0
@@ -95,7 +100,7 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
     _say(f"# B = {scenario.batch} a rank, longest {scenario.longest}, mean_fill {scenario.mean_fill}, {options.dtype}")
     for how in options.parallel:
         checked = replace(scenario, batch=min(_CHECKED, scenario.batch))
-        check("plain", how, checked, device, options.backend, compiled=options.compile)
+        check("plain", how, checked, device, options.backend, **_ways(options))
         _say(f"# {how}: losses and parameters are right with {checked.batch} samples a rank")
     dtype = getattr(torch, options.dtype)
     # Those of all ranks, the own ones first; only rank 0 keeps the others'.
@@ -107,7 +112,7 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
     for how in ("none", *options.parallel):
         torch.manual_seed(options.seed)
         ranker = Ranker(scenario, options.backend).to(device, dtype)
-        model = parallelize(ranker, how, device, keep=not options.reshard, compiled=options.compile)
+        model = parallelize(ranker, how, device, keep=not options.reshard, **_ways(options))
         step_ms = 0.0
         if how != "none" or rank == 0:
             step_ms = _time_steps(model, batches if how == "none" else own, options.steps, device, how != "none")
@@ -176,6 +181,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS)
     parser.add_argument("--backend", default="auto", choices=BACKEND_NAMES, help="what runs the attention")
     parser.add_argument("--compile", action="store_true", help="the layers, one by one, on all ranks and alone")
+    parser.add_argument("--unpacked", action="store_true", help="FSDP2 sees each parameter, in place of one a group")
     parser.add_argument("--reshard", action="store_true", help="speed: FSDP2 gathers again for the backward")
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
     parser.add_argument("--batch", type=natural, help=f"samples of a rank (default: 512; {_CHECKED} in checks)")

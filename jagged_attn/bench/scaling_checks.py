@@ -58,6 +58,7 @@ def parallelize(
     mixed: bool = False,
     keep: bool = False,
     compiled: bool = False,
+    pack: bool = True,
 ) -> nn.Module:
     """The model on all ranks of the default process group.
 
@@ -70,6 +71,7 @@ def parallelize(
             autocast does that.
         keep: the parameters that FSDP2 gathered for the forward, for the backward.
         compiled: the layers are.
+        pack: the parameters of a group of FSDP2 lie in one, see ``jagged_attn.distributed.fully_shard``.
     """
     if compiled:
         compile_layers(ranker)
@@ -81,10 +83,10 @@ def parallelize(
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
         # The root casts what comes in; a layer's rotations stay as exact as they are.
         inner = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        reshard = False if keep else None
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": False if keep else None, "pack": pack}
         for layer in _layers(ranker) if how == "fsdp2" else []:
-            fully_shard(layer, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard)
-        fully_shard(ranker, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes), reshard_after_forward=reshard)
+            fully_shard(layer, mp_policy=inner, **options)
+        fully_shard(ranker, mp_policy=MixedPrecisionPolicy(**dtypes), **options)
     return ranker
 
 
@@ -191,8 +193,7 @@ class Run:
     @classmethod
     def of(cls, ranker: Ranker, losses: Tensor, parameters: Tensor) -> "Run":
         """A run that began with the parameters of ``ranker``."""
-        start = _vector([p for _, p in sorted(ranker.named_parameters())])
-        return cls(losses, parameters, parameters - start)
+        return cls(losses, parameters, parameters - _vector(ranker, ranker))
 
     def difference(self, other: "Run") -> dict[str, float]:
         """Norms of the differences over norms, by what differs."""
@@ -202,10 +203,9 @@ class Run:
 
 def _train(
     model: nn.Module, steps: Sequence[Step], shares: Callable[[Step], list[Batch]], factor: float, autocast: bool
-) -> tuple[list[Tensor], list[nn.Parameter]]:
+) -> list[Tensor]:
     """SGD, which unlike AdamW sees a factor in all gradients; this process's part of each loss."""
-    parameters = [p for _, p in sorted(model.named_parameters())]
-    optimizer, losses = torch.optim.SGD(parameters, _RATE), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), _RATE), []
     for step in steps:
         batches, total = shares(step), torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
@@ -220,7 +220,7 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    return losses, parameters
+    return losses
 
 
 def _synchronized(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
@@ -232,8 +232,11 @@ def _synchronized(model: nn.Module, is_last: bool) -> AbstractContextManager[Any
     return nullcontext()
 
 
-def _vector(parameters: Sequence[nn.Parameter]) -> Tensor:
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters]
+def _vector(trained: Ranker, ranker: Ranker) -> Tensor:
+    """The parameters that ``ranker`` has, as they are in ``trained``, which may be sharded."""
+    state = trained.state_dict()
+    found = [state[name] for name, _ in sorted(ranker.named_parameters())]
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in found]
     return torch.cat([p.detach().double().cpu().flatten() for p in whole])
 
 
@@ -276,10 +279,8 @@ def train_alone(
     model = copy.deepcopy(ranker)
     if compiled:
         compile_layers(model)
-    losses, parameters = _train(
-        _Cast(model) if mixed == "cast" else model, steps, shares, 1.0, autocast=mixed == "autocast"
-    )
-    return Run.of(ranker, torch.stack(losses), _vector(parameters))
+    losses = _train(_Cast(model) if mixed == "cast" else model, steps, shares, 1.0, autocast=mixed == "autocast")
+    return Run.of(ranker, torch.stack(losses), _vector(model, ranker))
 
 
 def train_on_ranks(
@@ -290,6 +291,7 @@ def train_on_ranks(
     *,
     mixed: bool = False,
     compiled: bool = False,
+    pack: bool = True,
 ) -> Run:
     """Train a copy of a model on all ranks; every rank returns the same.
 
@@ -297,10 +299,11 @@ def train_on_ranks(
         ValueError: the ranks have different parameters at the end.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = parallelize(copy.deepcopy(ranker), how, device, mixed=mixed, compiled=compiled)
+    trained = copy.deepcopy(ranker)
+    model = parallelize(trained, how, device, mixed=mixed, compiled=compiled, pack=pack)
     autocast = mixed and how not in _FULLY_SHARDED
-    losses, parameters = _train(model, steps, lambda step: step.share(rank), float(world_size), autocast)
-    all_losses, vector = torch.stack(losses).to(device), _vector(parameters)
+    losses = _train(model, steps, lambda step: step.share(rank), float(world_size), autocast)
+    all_losses, vector = torch.stack(losses).to(device), _vector(trained, ranker)
     dist.all_reduce(all_losses)
     first = vector.to(device)
     dist.broadcast(first, 0)
@@ -320,6 +323,7 @@ def check(
     backend: str = "auto",
     *,
     compiled: bool = False,
+    pack: bool = True,
 ) -> dict[str, float]:
     """Compare training on all ranks with training on one process.
 
@@ -330,6 +334,7 @@ def check(
         device: of this rank.
         backend: what runs the attention.
         compiled: the layers are, on the ranks and on the one process.
+        pack: see ``parallelize``.
 
     Returns:
         The relative differences of losses and of parameters' updates over what is allowed; at most 1.
@@ -345,8 +350,8 @@ def check(
     # What one process makes of the same roundings.
     kind: Literal["", "autocast", "cast"] = "" if not mixed else "cast" if how in _FULLY_SHARDED else "autocast"
     other = train_alone(ranker, steps, in_shares=not mixed, mixed=kind, compiled=compiled)
-    found = train_on_ranks(ranker, steps, how, device, mixed=mixed, compiled=compiled).difference(alone)
-    spread = other.difference(alone)
+    run = train_on_ranks(ranker, steps, how, device, mixed=mixed, compiled=compiled, pack=pack)
+    found, spread = run.difference(alone), other.difference(alone)
     rounding = _ROUNDINGS * torch.finfo(torch.bfloat16 if mixed else torch.float32).eps
     # Parameters are rounded as they are stored, however small their updates.
     stored = torch.finfo(torch.float32).eps * (alone.parameters.norm() / alone.update.norm()).item()
