@@ -1,5 +1,6 @@
 """What two ranks do for the tests of packed parameters."""
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,22 @@ def resumed(folder: Path, pack: bool) -> tuple[dict[str, Tensor], dict[str, Tens
     return whole(straight), whole(again)
 
 
+def kinds() -> dict[str, str]:
+    """What a weight is, to those that look."""
+    model = sharded(True)
+    weight, found = model.blocks[0].second, {}
+    weight.register_forward_hook(lambda module, args, out: found.update(within=type(module.weight).__name__))
+    model(torch.ones(2, 5))
+    found["after"] = type(weight.weight).__name__
+    weight.register_forward_hook(lambda module, args, out: 1 // 0)
+    with contextlib.suppress(ZeroDivisionError):
+        model(torch.ones(2, 5))
+    found["after an error"] = type(weight.weight).__name__
+    left_alone = nn.Linear(5, 3)
+    fully_shard(left_alone, pack=True, ignored_params={left_alone.bias})
+    return found | {"ignored": type(left_alone.bias).__name__, "not ignored": type(left_alone.weight).__name__}
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """All of it, in one start of two processes."""
     plain, packed = sharded(False), sharded(True)
@@ -146,6 +163,7 @@ def everything(folder: Path) -> dict[str, Any]:
             "packed, two dimensions": trained(True, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))),
         },
     }
+    results["kinds"] = kinds()
     train(plain)
     before = whole(packed)
     packed.load_state_dict(plain.state_dict())

@@ -40,6 +40,14 @@ def test_the_state_dict_is_that_of_parameters_sharded_one_by_one(results: Result
         assert rank["shared"]
 
 
+def test_weights_are_whole_in_the_forward_alone(results: Results) -> None:
+    for rank in results:
+        assert rank["kinds"] == {
+            "within": "Tensor", "after": "DTensor", "after an error": "DTensor",
+            "ignored": "Parameter", "not ignored": "DTensor",
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "how",
     ["packed", "packed whole", "packed, replayed", "packed, gathered again", "packed, replicas",
