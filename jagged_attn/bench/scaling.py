@@ -11,6 +11,8 @@ sample at all, and in mixed precision.
 ``speed`` measures weak scaling: rank 0 alone trains on the batches of all ranks in turn, the others idle; then all
 ranks train on theirs at once. Efficiency is ``W · t_alone / t_all``, W ranks being the most that it can be. A figure is
 printed only after the losses of the first steps were checked.
+
+FSDP2 has the parameters of a group packed into one, unless ``--unpacked`` is given, in ``check`` and ``speed`` alike.
 """
 
 import argparse

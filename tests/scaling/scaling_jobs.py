@@ -116,6 +116,8 @@ def everything(folder: Path) -> dict[str, Any]:
     for how in ("ddp", "fsdp2", "fsdp2_whole"):
         for what in CHECKS:
             results[f"{how} {what}"] = check(what, how, SCENARIO, CPU)
+        if how != "ddp":
+            results[f"{how} unpacked"] = check("plain", how, SCENARIO, CPU, pack=False)
     results["wrong factor"] = wrong_factor()
     results["speed"] = speed(folder)
     return results

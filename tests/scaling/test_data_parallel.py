@@ -42,6 +42,12 @@ def test_ranks_train_what_one_process_trains(how: str, what: str, results: Resul
         assert all(ratio <= 1 for ratio in rank[f"{how} {what}"].values())
 
 
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp2_whole"])
+def test_ranks_with_parameters_that_are_not_packed_train_alike(how: str, results: Results) -> None:
+    for rank in results:
+        assert all(ratio <= 1 for ratio in rank[f"{how} unpacked"].values())
+
+
 def test_a_wrong_factor_of_the_gradients_is_seen(results: Results) -> None:
     for rank in results:
         assert "ddp, mixed: " in rank["wrong factor"]
