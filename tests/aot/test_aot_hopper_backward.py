@@ -18,22 +18,14 @@ _CONTAINS = ("wgmma", "tma_load", "tma_store", "tma_reduce", "setmaxnreg", "prox
 def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offsets="i64", sums=True):  # noqa: B008 - frozen
     queries, keys = (f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>" for rows in (64, 128))
     signature = {"desc_q": queries, "desc_k": keys, "desc_v": keys, "desc_do": queries}
-    signature |= {
-        "desc_out": keys,
-        "desc_sum": f"tensordesc<fp32[1, 1, 64, {dim // 2}]>",
-        "desc_dk": queries,
-        "desc_dv": queries,
-    }
+    signature |= {"desc_sum": f"tensordesc<fp32[1, 1, 64, {dim // 2}]>", "desc_dk": queries, "desc_dv": queries}
     signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32", "slots": "*i32"}
     signature |= {"offsets_q": f"*{offsets}", "offsets_kv": f"*{offsets}"}
-    signature |= {"row_table": "*i32", "lse": "*fp32"}
-    signature |= {"dq_out": f"*{dtype}"}
-    signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items", "row_ctas", "entries"), "i32")
-    signature |= {"scale": "fp32", "out_scale": "fp32", "inverse_out_scale": "fp32"}
+    signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items"), "i32")
+    signature |= {"scale": "fp32", "out_scale": "fp32"}
     constants = Constants(
         heads=4, group=group, dim=dim, mask=mask.code, act=act, fast_tanh=True, rows=64, keys=128,
-        stages=2 if dim == 128 else 4, ds_stages=2, sums=sums, replicas=0, row_work=sums,
-        job_rows=128,
+        stages=2 if dim == 128 else 4, ds_stages=2, sums=sums, replicas=0,
     )  # fmt: skip
     return Compilation(name, backward_kv, signature, {"C": constants}, 90)
 

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from .._jit.backward_rows import (
-    entry_of,
     first_query_of,
     key_item,
     masked,
@@ -28,17 +27,6 @@ from .._jit.backward_rows import (
 from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
 from .._jit.scores import LOG2E, activate, derivative, mask_kind
 from .._jit.tlx import tlx
-from .row_work import (
-    LANDINGS,
-    bring_rows,
-    bring_sums,
-    count_item,
-    count_last_items,
-    finish_rows,
-    prepare_rows,
-    sums_landed,
-    wait_for_rows,
-)  # fmt: skip
 
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
@@ -46,52 +34,29 @@ _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((
 
 @triton.jit
 def _take(number, turn, hand_out, where, C: tl.constexpr):
-    """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics.
-
-    Returns:
-        The item, see ``key_item``, and its sequence if that counts, below 0 past the last item.
-    """
+    """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics."""
     slots, item_full, item_empty = hand_out
-    KV_HEADS: tl.constexpr = C.heads // C.group
-    item = key_item(number, *where, KV_HEADS, C.rows, C.keys, C.mask)
+    item = key_item(number, *where, C.heads // C.group, C.rows, C.keys, C.mask)
     publish(slots, item_full, item_empty, turn, item[:8], ITEM_SLOT)
-    b = -1
-    if C.row_work:
-        sequence, _ = entry_of(where[1], tl.minimum(number, where[0] - 1), KV_HEADS)
-        b = tl.where(item[4] > 0, sequence, -1)
-    return item, b
+    return item
 
 
 @triton.jit
-def _load(desc_q, desc_k, desc_v, desc_do, desc_out, desc_sum, row_stats, row_work, where, counter, hand_out, tiles,
-          rows, zero_tile, sum_tiles, sums_done, loads, C: tl.constexpr):  # fmt: skip
+def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads,
+          C: tl.constexpr):  # fmt: skip
     """Hand out the items, each looked up while the one before it is loaded, and bring their tiles."""
-    q_tiles, do_tiles, kv_tiles = tiles
+    q_tiles, do_tiles, k_tile, v_tile = tiles
     lse_rows, delta_rows = rows
     q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
     SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = C.rows * (ROW_BYTES + (4 if SOFTMAX else 0))
-    row_ctas, _, _ = row_work
     count = 0
     turn = 0
-    # Sequences of the last item and of the one before it, whose additions may not have landed yet.
-    last = -1
-    before = -1
-    number = tl.program_id(0)
-    if C.row_work:
-        number = where[0]
-        if tl.program_id(0) < row_ctas:
-            count = bring_rows(desc_out, desc_do, desc_sum, *row_work, counter, where, zero_tile, tiles, loads, C)
-        else:
-            number = tl.atomic_add(counter, 1)
-    item, b = _take(number, turn, hand_out, where, C)
+    item = _take(tl.program_id(0), turn, hand_out, where, C)
     while item[4] > 0:
         kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key, block = item
         following = item
-        following_b = b
-        if C.row_work:
-            wait_for_rows(counter, b, len_q, row_ctas, C)
         # Keys that no query sees are not loaded: what lies there may be NaN, and their gradients are 0.
         at_kv = ragged(start_kv, tl.where(len_q > 0, len_kv, 0), first_key, kv_head * C.dim)
         # Shared queries are not at their sequence's place, but the first rows of all.
@@ -112,7 +77,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_out, desc_sum, row_stats, row_wo
             if trip == 0:
                 tlx.barrier_wait(keys_empty[0], (turn & 1) ^ 1)
                 tlx.barrier_expect_bytes(k_full[0], C.keys * ROW_BYTES)
-                tlx.async_descriptor_load(desc_k, kv_tiles[0], at_kv, k_full[0])
+                tlx.async_descriptor_load(desc_k, k_tile[0], at_kv, k_full[0])
             at = ragged(start_q, len_q, first_query, head * C.dim)
             tlx.barrier_expect_bytes(do_full[buf], TILE_BYTES)
             tlx.async_descriptor_load(desc_do, do_tiles[buf], at, do_full[buf])
@@ -120,26 +85,13 @@ def _load(desc_q, desc_k, desc_v, desc_do, desc_out, desc_sum, row_stats, row_wo
                 tlx.async_load(stats + C.rows, delta_rows[buf], bulk=True, barrier=do_full[buf])
             if trip == 0:
                 tlx.barrier_expect_bytes(v_full[0], C.keys * ROW_BYTES)
-                tlx.async_descriptor_load(desc_v, kv_tiles[1], at_kv, v_full[0])
+                tlx.async_descriptor_load(desc_v, v_tile[0], at_kv, v_full[0])
             if trip == tl.minimum(C.group * n - 1, 1):
                 # When as much is under way as the rings hold: the look-up takes as long as a tile.
-                if C.row_work:
-                    number = tl.atomic_add(counter, 1)
-                else:
-                    number = next_item(counter)
-                following, following_b = _take(number, turn + 1, hand_out, where, C)
+                following = _take(next_item(counter), turn + 1, hand_out, where, C)
             count += 1
-        if C.row_work:
-            count_item(counter, where[4], before, turn, sums_done)
-            before = last
-            last = b
         turn += 1
         item = following
-        b = following_b
-    if C.row_work:
-        if tl.program_id(0) >= row_ctas:
-            count_last_items(counter, where[4], before, last, turn, sums_done)
-        bring_sums(desc_sum, *row_work, counter, where, hand_out, sum_tiles, loads, turn + 1, count, C)
 
 
 @triton.jit
@@ -180,7 +132,6 @@ def _add_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.con
 
 @triton.jit
 def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads,
-               row_work, counter, where, lse, row_stats, inverse_out_scale, dq_out, sum_tiles, sums_done,
                C: tl.constexpr):  # fmt: skip
     """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
 
@@ -188,7 +139,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     exponentials, so that neither waits for the other's dS.
     """
     slots, item_full, item_empty = hand_out
-    q_tiles, do_tiles, kv_tiles = tiles
+    q_tiles, do_tiles, k_tile, v_tile = tiles
     lse_rows, delta_rows = rows
     ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty = exchange
     q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
@@ -198,9 +149,6 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
     PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
     count = 0
-    if C.row_work and C.act == "softmax":  # noqa: SIM102 - one is decided when this is compiled
-        if tl.program_id(0) < row_work[0]:
-            count = prepare_rows(g, *row_work, counter, where, lse, row_stats, inverse_out_scale, tiles, loads, C)
     turn = 0
     kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
     while n > 0:
@@ -220,13 +168,13 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
             # its own costs the compiler 750 bytes of spills and all overlap.
             last_buf = (count + C.ds_stages - 1) % C.ds_stages
             tlx.barrier_wait(q_full[buf], phase)
-            s = tlx.async_dot(tlx.local_slice(kv_tiles[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
+            s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
             if C.sums:
                 if trip > 0:
                     tlx.barrier_wait(ds_full[last_buf], ((count - 1) // C.ds_stages) & 1)
                 dq = tlx.async_dot(
                     tlx.local_trans(ds_tiles[last_buf]),
-                    tlx.local_slice(kv_tiles[0], [0, g * COLUMNS], [C.keys, COLUMNS]),
+                    tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS]),
                 )
                 s = tlx.async_dot_wait(1, s)
             else:
@@ -243,9 +191,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
                     tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
                 tlx.local_store(own_ds, factor)
             tlx.barrier_wait(do_full[buf], phase)
-            dp = tlx.async_dot(
-                tlx.local_slice(kv_tiles[1], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf])
-            )
+            dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
             if C.sums:
                 tlx.async_descriptor_store_wait(0)
                 dq = tlx.async_dot_wait(1, dq)
@@ -279,10 +225,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
         if C.sums:
             last_buf, last_phase = ring(count - 1, C.ds_stages)
             tlx.barrier_wait(ds_full[last_buf], last_phase)
-            if C.row_work:
-                sums_landed(sums_done, turn)
             dq_end = tlx.async_dot(
-                tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(kv_tiles[0], [0, g * COLUMNS], [C.keys, COLUMNS])
+                tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS])
             )
             tlx.async_descriptor_store_wait(0)
             dq_end = tlx.async_dot_wait(0, dq_end)
@@ -310,15 +254,11 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
         tlx.async_descriptor_store(desc_dk, out_tiles[g], at)
         kv_head, start_q, len_q, begin, n = following
     tlx.async_descriptor_store_wait(0)
-    if C.row_work:
-        sums_landed(sums_done, turn)
-        finish_rows(g, dq_out, scale * out_scale, hand_out, sum_tiles, loads, turn, count, C)
 
 
-@triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items", "row_ctas", "entries"])
-def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_out, desc_sum, desc_dk, desc_dv, row_stats, table, counter, slots,
-                offsets_q, offsets_kv, row_table, lse, dq_out, num_sequences,
-                total_q, total_kv, items, row_ctas, entries, scale, out_scale, inverse_out_scale,
+@triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items"])
+def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row_stats, table, counter, slots,
+                offsets_q, offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale,
                 C: tl.constexpr):  # fmt: skip
     """dK and dV: persistent, a work item is a key tile of a key head.
 
@@ -339,22 +279,12 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_out, desc_sum, desc_dk, de
     | item_empty | 2 | both groups, when the item's last product is done | load |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
-    kv_tiles = tlx.local_alloc((C.keys, C.dim), DTYPE, 2)
-    HALF: tl.constexpr = C.dim // 2
-    if C.row_work:
-        # Sums to be rounded come through the same buffers.
-        q_way = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
-        do_way = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
-        q_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages, reuse=q_way)
-        do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages, reuse=do_way)
-        left_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, C.stages, reuse=q_way)
-        right_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, C.stages, reuse=do_way)
-        sum_tiles = (left_tiles, right_tiles)
-    else:
-        q_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
-        do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
-        sum_tiles = (q_tiles, do_tiles)
+    k_tile = tlx.local_alloc((C.keys, C.dim), DTYPE, 1)
+    v_tile = tlx.local_alloc((C.keys, C.dim), DTYPE, 1)
+    q_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
+    do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     ds_tiles = tlx.local_alloc((C.keys, C.rows), DTYPE, C.ds_stages)
+    HALF: tl.constexpr = C.dim // 2
     dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2)
     out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2)
     lse_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
@@ -369,23 +299,17 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_out, desc_sum, desc_dk, de
     ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 2)
-    sums_done = tlx.alloc_warp_barrier(LANDINGS, 4, 2)
     # The first dQ of all, which is dropped, reads the last buffer.
     tlx.local_store(ds_tiles[C.ds_stages - 1], tl.zeros([C.keys, C.rows], DTYPE))
-    if C.row_work:
-        tlx.local_store(dq_tiles[0], tl.zeros([C.rows, HALF], tl.float32))
     tlx.fence("async_shared")
     where = (items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)
     hand_out = (slots, item_full, item_empty)
-    tiles = (q_tiles, do_tiles, kv_tiles)
+    tiles = (q_tiles, do_tiles, k_tile, v_tile)
     rows = (lse_rows, delta_rows)
     exchange = (ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty)
     loads = (q_full, do_full, tile_empty, k_full, v_full, keys_empty)
-    row_work = (row_ctas, row_table, entries)
-    for_load = (desc_q, desc_k, desc_v, desc_do, desc_out, desc_sum, row_stats, row_work, where, counter, hand_out,
-                tiles, rows, dq_tiles, sum_tiles, sums_done, loads)  # fmt: skip
-    for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads, row_work, counter,
-                  where, lse, row_stats, inverse_out_scale, dq_out, sum_tiles, sums_done)  # fmt: skip
+    for_load = (desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads)
+    for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _load(*for_load, C)

@@ -11,9 +11,6 @@ BROADCAST_Q_BLOCK_KV = 64
 # Tiles of dK and dV, and of dQ where that is a kernel of its own.
 BLOCK_Q, BLOCK_KV = 64, 128
 TABLE_REQUEST = TableRequest("kv", BLOCK_KV, "q")
-# Rows that are prepared and finished at once, in the order of the items.
-JOB_ROWS = 128
-ROW_TABLE_REQUEST = TableRequest("q", JOB_ROWS, "q")
 DETERMINISTIC_TABLE_REQUEST = TableRequest("q", 2 * BLOCK_Q, "kv")
 
 
@@ -33,4 +30,4 @@ def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
     forward = TableRequest("q", forward_config(spec.head_dim, None, spec.mask).block_q, "kv")
     if spec.deterministic:
         return forward, TABLE_REQUEST, DETERMINISTIC_TABLE_REQUEST
-    return forward, TABLE_REQUEST, ROW_TABLE_REQUEST
+    return forward, TABLE_REQUEST

@@ -17,8 +17,7 @@ from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_gradients
 from .backward import backward_kv
 from .backward_queries import backward_q
-from .capability import BLOCK_KV, BLOCK_Q, JOB_ROWS
-from .row_work import NUM_COUNTS
+from .capability import BLOCK_KV, BLOCK_Q
 
 # Tiles of Q and dO in flight, by head dim: as many as fit.
 _STAGES = {64: 4, 128: 2}
@@ -58,7 +57,7 @@ def _kernels(spec: AttentionSpec, on_gpu: bool) -> _Kernels:
     }  # fmt: skip
     keys = Constants(
         **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=_STAGES[dim], ds_stages=_DS_STAGES, sums=sums,
-        replicas=_REPLICAS if shared else 0, row_work=sums and not shared, job_rows=JOB_ROWS,
+        replicas=_REPLICAS if shared else 0,
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
     four = {"num_warps": 4}
@@ -144,70 +143,40 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
     kernels = _kernels(spec, q.is_cuda)
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
-    num_stats = blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0
-    # Without an out_scale everything is 0 in the end; the sums need only be finite.
-    inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
-    row_work = kernels.keys.constants["C"].row_work
-    if row_work:
-        num_counts = _up(NUM_COUNTS + 2 * (call.num_sequences + 1))
-        memory = q.new_zeros(num_counts + num_stats, dtype=torch.int32)
-        counters = memory[:num_counts]
-        stats = memory[num_counts:].view(torch.float32)
-        dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-        _launch_keys(call, kernels.keys, stats, dq_sum, counters, out, lse, inverse_out_scale)
-        return
-    stats = q.new_empty(num_stats, dtype=torch.float32)
+    stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
     if call.shared:
         dq_sum = q.new_zeros((_REPLICAS * q.shape[0], heads, dim), dtype=torch.float32)
     else:
-        dq_sum = q.new_empty((1, heads, dim), dtype=torch.float32)
-    counters = q.new_empty(_COUNTERS * _APART, dtype=torch.int32)
+        dq_sum = q.new_empty((1, heads, dim) if spec.deterministic else q.shape, dtype=torch.float32)
+    counters = q.new_empty((_COUNTERS, _APART), dtype=torch.int32)
+    # Without an out_scale everything is 0 in the end; the sums need only be finite.
+    inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
     tensors = (call.dout, out, lse, stats, dq_sum, counters, call.offsets_q)
     kernels.prepare.launch(blocks * heads, tensors, call.sizes[:2], (call.dout.stride(0), inverse_out_scale))
-    _launch_keys(call, kernels.keys, stats, dq_sum, counters, out, lse, inverse_out_scale)
+    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
+    factor = spec.scale * spec.out_scale
     if call.shared:
-        factor = spec.scale * spec.out_scale
         call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
+    elif spec.deterministic:
+        _launch_queries(call, kernels.queries, stats, counters[1])
     else:
-        _launch_queries(call, kernels.queries, stats, counters[_APART:])
-
-
-def _up(n: int) -> int:
-    return -(-n // _APART) * _APART
+        kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (total_q,), (factor,))
 
 
 def _launch_keys(
-    call: _Call, kernel: PreparedKernel, stats: Tensor, dq_sum: Tensor, counters: Tensor, out: Tensor, lse: Tensor,
-    inverse_out_scale: float,
-) -> None:  # fmt: skip
-    dim, table = call.spec.head_dim, call.tables[0]
+    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor
+) -> None:
+    dim = call.spec.head_dim
     maps = (
         ragged_map(call.q, BLOCK_Q, dim),
         ragged_map(call.k, BLOCK_KV, dim),
         ragged_map(call.v, BLOCK_KV, dim),
         ragged_map(call.dout, BLOCK_Q, dim),
-        ragged_map(out, BLOCK_KV, dim),
         ragged_map(dq_sum, BLOCK_Q, dim // 2),
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
-    items = table.shape[0] * call.spec.num_kv_heads
-    processors = num_processors(call.q.device)
-    row_table, row_ctas, entries = table, 0, 0
-    if kernel.constants["C"].row_work:
-        import os
-
-        row_table, entries = call.tables[1], call.tables[1].shape[0]
-        row_ctas = int(os.environ.get("ROW_CTAS", "8")) if processors > 8 else 1
-    programs = min(processors, items + row_ctas)
-    slots = table.new_empty(CTA_SLOTS * programs)
-    kernel.launch(
-        programs,
-        (stats, table, counters, slots, call.offsets_q, call.offsets_kv, row_table, lse, call.dq),
-        (*call.sizes, items, row_ctas, entries),
-        (call.spec.scale, call.spec.out_scale, inverse_out_scale),
-        maps,
-    )
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, maps)
 
 
 def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter: Tensor) -> None:
