@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capturing import CapturedStep, with_capacity
 from ..jagged_tensor import to_jagged_tensor
 from ..layout import JaggedLayout
 from ..modules.kunlun import Kunlun
@@ -104,6 +105,11 @@ class Batch:
             events[name] = PaddedEvents(rows, lengths, stamps.index_put((here,), self.timestamps[name]))
         return events
 
+    def jagged(self) -> tuple[Tensor, dict[str, Any], dict[str, Tensor], Tensor]:
+        """Tokens, events as jagged tensors, timestamps, labels: inputs of a captured step."""
+        events = {name: to_jagged_tensor(x, self.offsets[name]) for name, x in self.values.items()}
+        return self.tokens, events, self.timestamps, self.labels
+
     def first(self, count: int, dtype: torch.dtype) -> "Batch":
         """The first samples, in another dtype; no views, for which a compiled model would be compiled again."""
         ends = {name: int(offsets[count]) for name, offsets in self.offsets.items()}
@@ -194,10 +200,10 @@ class Contestant:
     logits: Callable[..., Tensor]
     model: nn.Module
 
-    def make_step(self) -> Step:
+    def make_step(self, capturable: bool = False) -> Step:
         """A training step of AdamW on a prepared batch and its labels."""
         fused = next(self.model.parameters()).is_cuda
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused, capturable=capturable and fused)
 
         def step(prepared: tuple[tuple[Any, ...], Tensor]) -> Tensor:
             arguments, labels = prepared
@@ -210,6 +216,22 @@ class Contestant:
             return loss.detach()
 
         return step
+
+
+def capture(step: Step, batches: Sequence[Batch]) -> Callable[[Batch], Tensor]:
+    """A step of jagged batches, captured with room for the largest of these, all of one number of samples."""
+    tokens, events, timestamps, labels = batches[0].jagged()
+    rows = {name: max(batch.values[name].shape[0] for batch in batches) for name in events}
+    room = {name: with_capacity(x, rows[name], len(labels)) for name, x in events.items()}
+    stamps = {name: x.new_zeros(rows[name]) for name, x in timestamps.items()}
+
+    def run(tokens: Tensor, events: dict[str, Any], timestamps: dict[str, Tensor], labels: Tensor) -> Tensor:
+        values = {name: x.values() for name, x in events.items()}
+        offsets = {name: x.offsets() for name, x in events.items()}
+        return step(((tokens, values, offsets, timestamps), labels))
+
+    captured = CapturedStep(run, tokens, room, stamps, labels)
+    return lambda batch: captured(*batch.jagged())
 
 
 def _leaves(arguments: tuple[Any, ...]) -> Iterator[Tensor]:

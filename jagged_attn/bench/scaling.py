@@ -13,6 +13,7 @@ ranks train on theirs at once. Efficiency is ``W · t_alone / t_all``, W ranks b
 printed only after the losses of the first steps were checked.
 
 FSDP2 has the parameters of a group packed into one, unless ``--unpacked`` is given, in ``check`` and ``speed`` alike.
+With ``--captured`` the steps are CUDA graphs, all of it: forward, backward, collectives and update, alone and together.
 """
 
 import argparse
@@ -32,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .arguments import BACKEND_NAMES, Parser, has_gpu_for_each_process, natural, output_file, positive, seed_number
-from .kunlun_steps import SCENARIOS, Batch, Contestant, Ranker, Scenario, make_batch
+from .kunlun_steps import SCENARIOS, Batch, Contestant, Ranker, Scenario, capture, make_batch
 from .provenance import collect_provenance
 from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
 
@@ -73,7 +74,7 @@ def scenario_of(options: argparse.Namespace) -> Scenario:
 
 def _ways(options: argparse.Namespace) -> dict[str, bool]:
     """What the options say of the way that the model is trained in checks and in speed."""
-    return {"compiled": options.compile, "pack": not options.unpacked}
+    return {"compiled": options.compile, "pack": not options.unpacked, "captured": options.captured}
 
 
 def _say(text: str) -> None:
@@ -84,7 +85,7 @@ def _say(text: str) -> None:
 def _check(options: argparse.Namespace, device: torch.device) -> int:
     """All checks; a rank that fails one raises, which ends the others."""
     for how in options.parallel:
-        for what in options.checks:
+        for what in ["plain"] if options.captured else options.checks:
             ratios = check(what, how, scenario_of(options), device, options.backend, **_ways(options))
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
             _say(f"{how:11s} {what:12s} right: {shown} of what is allowed")
@@ -117,7 +118,10 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
         model = parallelize(ranker, how, device, keep=not options.reshard, **_ways(options))
         step_ms = 0.0
         if how != "none" or rank == 0:
-            step_ms = _time_steps(model, batches if how == "none" else own, options.steps, device, how != "none")
+            timed = batches if how == "none" else own
+            # One capacity alone and together.
+            room = batches if options.captured else []
+            step_ms = _time_steps(model, timed, options.steps, device, together=how != "none", room=room)
         step_ms = _largest(step_ms, device)
         alone = step_ms if how == "none" else alone
         ranks_now = 1 if how == "none" else world_size
@@ -130,13 +134,22 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
     return 0
 
 
-def _time_steps(model: nn.Module, batches: Sequence[Batch], steps: int, device: torch.device, together: bool) -> float:
-    """Mean milliseconds of a step, the batches in turn; whole turns, so that each counts alike."""
+def _time_steps(
+    model: nn.Module, batches: Sequence[Batch], steps: int, device: torch.device, together: bool, room: Sequence[Batch]
+) -> float:
+    """Mean milliseconds of a step, the batches in turn; whole turns, so that each counts alike.
+
+    With ``room`` the step is captured, with room for the largest of these batches.
+    """
     contestant = Contestant(
         "", lambda batch: (batch.tokens, batch.values, batch.offsets, batch.timestamps), model, model
     )
-    step = contestant.make_step()
-    prepared = [(contestant.prepare(batch), batch.labels) for batch in batches]
+    step = contestant.make_step(capturable=bool(room))
+    prepared: list[Any] = list(batches)
+    if room:
+        step = capture(step, room)
+    else:
+        prepared = [(contestant.prepare(batch), batch.labels) for batch in batches]
     turns = max(steps // len(batches), 1)
     for _ in range(2):
         for arguments in prepared:
@@ -184,6 +197,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", choices=BACKEND_NAMES, help="what runs the attention")
     parser.add_argument("--compile", action="store_true", help="the layers, one by one, on all ranks and alone")
     parser.add_argument("--unpacked", action="store_true", help="FSDP2 sees each parameter, in place of one a group")
+    parser.add_argument("--captured", action="store_true", help="steps are CUDA graphs; of the checks, the plain one")
     parser.add_argument("--reshard", action="store_true", help="speed: FSDP2 gathers again for the backward")
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
     parser.add_argument("--batch", type=natural, help=f"samples of a rank (default: 512; {_CHECKED} in checks)")

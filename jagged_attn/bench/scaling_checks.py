@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from ..distributed import fully_shard
-from .kunlun_steps import Batch, Ranker, Scenario, make_batch
+from .kunlun_steps import Batch, Ranker, Scenario, capture, make_batch
 
 Parallel = Literal["none", "ddp", "fsdp2", "fsdp2_whole"]
 PARALLEL: tuple[Parallel, ...] = get_args(Parallel)
@@ -59,6 +59,7 @@ def parallelize(
     keep: bool = False,
     compiled: bool = False,
     pack: bool = True,
+    captured: bool = False,
 ) -> nn.Module:
     """The model on all ranks of the default process group.
 
@@ -72,7 +73,13 @@ def parallelize(
         keep: the parameters that FSDP2 gathered for the forward, for the backward.
         compiled: the layers are.
         pack: the parameters of a group of FSDP2 lie in one, see ``jagged_attn.distributed.fully_shard``.
+        captured: its steps will be. Nothing that is captured may use the stream that all others wait for.
     """
+    if captured and device.type == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model = parallelize(ranker, how, device, mixed=mixed, keep=keep, compiled=compiled, pack=pack)
+            torch.cuda.synchronize()
+            return model
     if compiled:
         compile_layers(ranker)
     if how == "ddp":
@@ -202,25 +209,62 @@ class Run:
 
 
 def _train(
-    model: nn.Module, steps: Sequence[Step], shares: Callable[[Step], list[Batch]], factor: float, autocast: bool
+    model: nn.Module,
+    steps: Sequence[Step],
+    shares: Callable[[Step], list[Batch]],
+    factor: float,
+    autocast: bool,
+    captured: bool = False,
 ) -> list[Tensor]:
     """SGD, which unlike AdamW sees a factor in all gradients; this process's part of each loss."""
     optimizer, losses = torch.optim.SGD(model.parameters(), _RATE), []
+
+    def backward(batch: tuple[Any, ...], size: int) -> Tensor:
+        arguments, labels = batch
+        kind = labels.device.type
+        with torch.autocast(kind, torch.bfloat16) if autocast else nullcontext():
+            logits = model(*arguments)
+        part = F.binary_cross_entropy_with_logits(logits.float(), labels.to(torch.float32), reduction="sum") / size
+        (part * factor).backward()
+        return part.detach()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if captured:
+        return _train_captured(model, [shares(step)[0] for step in steps], steps[0].size, backward, update)
     for step in steps:
         batches, total = shares(step), torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
             with _synchronized(model, index == len(batches) - 1):
-                kind = batch.tokens.device.type
-                with torch.autocast(kind, torch.bfloat16) if autocast else nullcontext():
-                    logits = model(batch.tokens, batch.values, batch.offsets, batch.timestamps)
-                labels = batch.labels.to(torch.float32)
-                part = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum") / step.size
-                (part * factor).backward()
-            total += part.detach().double().cpu()
-        optimizer.step()
-        optimizer.zero_grad()
+                arguments = batch.tokens, batch.values, batch.offsets, batch.timestamps
+                total += backward((arguments, batch.labels), step.size).double().cpu()
+        update()
         losses.append(total)
     return losses
+
+
+def _train_captured(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    size: int,
+    backward: Callable[[tuple[Any, ...], int], Tensor],
+    update: Callable[[], None],
+) -> list[Tensor]:
+    """The same with a captured step, from the parameters before the steps that are run to capture it."""
+
+    def step(batch: tuple[Any, ...]) -> Tensor:
+        part = backward(batch, size)
+        update()
+        return part
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train = capture(step, batches)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.copy_(value)
+    return [train(batch).double().cpu() for batch in batches]
 
 
 def _synchronized(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
@@ -292,6 +336,7 @@ def train_on_ranks(
     mixed: bool = False,
     compiled: bool = False,
     pack: bool = True,
+    captured: bool = False,
 ) -> Run:
     """Train a copy of a model on all ranks; every rank returns the same.
 
@@ -300,9 +345,9 @@ def train_on_ranks(
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     trained = copy.deepcopy(ranker)
-    model = parallelize(trained, how, device, mixed=mixed, compiled=compiled, pack=pack)
+    model = parallelize(trained, how, device, mixed=mixed, compiled=compiled, pack=pack, captured=captured)
     autocast = mixed and how not in _FULLY_SHARDED
-    losses = _train(model, steps, lambda step: step.share(rank), float(world_size), autocast)
+    losses = _train(model, steps, lambda step: step.share(rank), float(world_size), autocast, captured)
     all_losses, vector = torch.stack(losses).to(device), _vector(trained, ranker)
     dist.all_reduce(all_losses)
     first = vector.to(device)
@@ -324,6 +369,7 @@ def check(
     *,
     compiled: bool = False,
     pack: bool = True,
+    captured: bool = False,
 ) -> dict[str, float]:
     """Compare training on all ranks with training on one process.
 
@@ -335,6 +381,7 @@ def check(
         backend: what runs the attention.
         compiled: the layers are, on the ranks and on the one process.
         pack: see ``parallelize``.
+        captured: the steps of the ranks are CUDA graphs; ``"plain"`` alone.
 
     Returns:
         The relative differences of losses and of parameters' updates over what is allowed; at most 1.
@@ -350,7 +397,8 @@ def check(
     # What one process makes of the same roundings.
     kind: Literal["", "autocast", "cast"] = "" if not mixed else "cast" if how in _FULLY_SHARDED else "autocast"
     other = train_alone(ranker, steps, in_shares=not mixed, mixed=kind, compiled=compiled)
-    run = train_on_ranks(ranker, steps, how, device, mixed=mixed, compiled=compiled, pack=pack)
+    ways = {"mixed": mixed, "compiled": compiled, "pack": pack, "captured": captured}
+    run = train_on_ranks(ranker, steps, how, device, **ways)
     found, spread = run.difference(alone), other.difference(alone)
     rounding = _ROUNDINGS * torch.finfo(torch.bfloat16 if mixed else torch.float32).eps
     # Parameters are rounded as they are stored, however small their updates.

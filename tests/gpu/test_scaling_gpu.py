@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from waiting import no_waiting
 
 from jagged_attn import SlidingWindow, modules
 from jagged_attn.bench.kunlun_steps import Batch, Ranker, Scenario, loss_of, make_batch
+from jagged_attn.capturing import CapturedStep, with_capacity
 from jagged_attn.compiling import mark_dynamic
 from jagged_attn.jagged_tensor import to_jagged_tensor
 from jagged_attn.modules import EventTowerConfig, InteractionConfig, SubBlocks
@@ -131,37 +132,39 @@ def test_no_module_waits_for_the_device(name: str) -> None:
         step(module, arguments)
 
 
-@dataclass
-class Capacity:
-    """Buffers for batches of at most so many samples and rows; what is left over has no weight in the loss."""
-
-    samples: int
-    rows: dict[str, int]
-
-    def fitted(self, batch: Batch) -> tuple[tuple[Any, ...], Tensor, Tensor]:
-        """Arguments of a ``Ranker``, labels and weights of the samples, all of this capacity."""
-        more = self.samples - len(batch.labels)
-
-        def longer(x: Tensor, size: int) -> Tensor:
-            return torch.cat([x.detach(), x.detach().new_zeros((size - x.shape[0], *x.shape[1:]))])
-
-        values = {name: longer(x, self.rows[name]) for name, x in batch.values.items()}
-        stamps = {name: longer(x, self.rows[name]) for name, x in batch.timestamps.items()}
-        offsets = {name: torch.cat([x, x[-1:].expand(more)]) for name, x in batch.offsets.items()}
-        weights = longer(torch.full_like(batch.labels, 1.0, dtype=torch.float32), self.samples) / len(batch.labels)
-        labels = longer(batch.labels.float(), self.samples)
-        return (longer(batch.tokens, self.samples), values, offsets, stamps), labels, weights
+Inputs = tuple[Tensor, dict[str, Any], dict[str, Tensor], Tensor, Tensor]
 
 
-def make_step(model: nn.Module, rate: float = 0.01) -> Callable[[Any], Tensor]:
+def inputs_of(batch: Batch) -> Inputs:
+    """Tokens, events, timestamps, labels, and the weights of the samples in the loss."""
+    tokens, events, timestamps, labels = batch.jagged()
+    weights = torch.full_like(labels, 1 / max(len(labels), 1), dtype=torch.float32)
+    return tokens, events, timestamps, labels.float(), weights
+
+
+def room_for(batches: Sequence[Batch], samples: int) -> Inputs:
+    """Inputs of so many samples, and of as many rows as the largest batch has."""
+    tokens, events, timestamps, labels, weights = inputs_of(batches[0])
+    rows_of = {name: max(x.values[name].shape[0] for x in batches) for name in TOWERS}
+    return (
+        tokens.new_zeros(samples, *tokens.shape[1:]),
+        {name: with_capacity(x, rows_of[name], samples) for name, x in events.items()},
+        {name: x.new_zeros(rows_of[name]) for name, x in timestamps.items()},
+        labels.new_zeros(samples),
+        weights.new_zeros(samples),
+    )
+
+
+def make_step(model: nn.Module, rate: float = 0.01) -> Callable[..., Tensor]:
     """A whole training step: forward, backward, update."""
     optimizer = torch.optim.SGD(model.parameters(), rate)
 
-    def train(fitted: tuple[tuple[Any, ...], Tensor, Tensor]) -> Tensor:
-        arguments, labels, weights = fitted
-        loss = nn.functional.binary_cross_entropy_with_logits(
-            model(*arguments).float(), labels, weights, reduction="sum"
-        )
+    def train(
+        tokens: Tensor, events: dict[str, Any], stamps: dict[str, Tensor], labels: Tensor, weights: Tensor
+    ) -> Tensor:
+        values = {name: x.values() for name, x in events.items()}
+        logits = model(tokens, values, {name: x.offsets() for name, x in events.items()}, stamps)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels, weights, reduction="sum")
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -170,8 +173,8 @@ def make_step(model: nn.Module, rate: float = 0.01) -> Callable[[Any], Tensor]:
     return train
 
 
-def flat(x: Any) -> list[Tensor]:
-    return torch.utils._pytree.tree_leaves(x)
+def exact_batch(batch: Batch) -> Batch:
+    return batch.first(len(batch.labels), torch.float64)
 
 
 def in_dtype(x: Any, dtype: torch.dtype) -> Any:
@@ -207,32 +210,20 @@ def test_a_training_step_is_captured_once_and_replayed_with_other_offsets(dtype:
         make_batch(replace(SCENARIO, batch=1 + seed % 8, longest=20 + 6 * seed), seed, device, dtype)
         for seed in range(21)
     ]
-    rows_of = {name: max(x.values[name].shape[0] for x in batches) for name in TOWERS}
-    capacity = Capacity(8, rows_of)
-    static = capacity.fitted(batches[0])
     models = {"captured": model, "plain": copy.deepcopy(model), "exact": in_float64(model)}
     start = copy.deepcopy(model.state_dict())
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        train = make_step(model)
-        for _ in range(3):
-            train(static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = train(static)
+    replay = CapturedStep(make_step(model), *room_for(batches, 8), warmup=3)
     steps = {name: make_step(models[name]) for name in ("plain", "exact")}
     found: dict[str, list[Tensor]] = {name: [] for name in models}
     for batch in batches[1:]:
         for each in models.values():
             each.load_state_dict(start)
-        for target, source in zip(flat(static), flat(capacity.fitted(batch)), strict=True):
-            target.copy_(source)
-        graph.replay()
-        # The uncaptured runs have batches of their own size: nothing is left over in them.
-        own = Capacity(len(batch.labels), {name: x.shape[0] for name, x in batch.values.items()}).fitted(batch)
-        losses = {"captured": loss, "plain": steps["plain"](own), "exact": steps["exact"](in_dtype(own, torch.float64))}
+        losses = {
+            "captured": replay(*inputs_of(batch)),
+            # The uncaptured runs have batches of their own size: nothing is left over in them.
+            "plain": steps["plain"](*inputs_of(batch)),
+            "exact": steps["exact"](*inputs_of(exact_batch(batch))),
+        }
         for name, each in models.items():
             found[name] += [losses[name].clone(), *(p.detach().clone() for p in each.parameters())]
     count = 1 + len(start)  # of the loss and the parameters; there are no buffers

@@ -118,6 +118,7 @@ def everything(folder: Path) -> dict[str, Any]:
             results[f"{how} {what}"] = check(what, how, SCENARIO, CPU)
         if how != "ddp":
             results[f"{how} unpacked"] = check("plain", how, SCENARIO, CPU, pack=False)
+        results[f"{how} captured"] = check("plain", how, SCENARIO, CPU, captured=True)
     results["wrong factor"] = wrong_factor()
     results["speed"] = speed(folder)
     return results

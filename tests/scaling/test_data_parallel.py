@@ -48,6 +48,12 @@ def test_ranks_with_parameters_that_are_not_packed_train_alike(how: str, results
         assert all(ratio <= 1 for ratio in rank[f"{how} unpacked"].values())
 
 
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2_whole"])
+def test_ranks_with_steps_in_inputs_of_fixed_capacity_train_alike(how: str, results: Results) -> None:
+    for rank in results:
+        assert all(ratio <= 1 for ratio in rank[f"{how} captured"].values())
+
+
 def test_a_wrong_factor_of_the_gradients_is_seen(results: Results) -> None:
     for rank in results:
         assert "ddp, mixed: " in rank["wrong factor"]
