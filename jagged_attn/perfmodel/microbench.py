@@ -305,14 +305,15 @@ def _tma(machine: Machine, device: torch.device) -> dict[str, float]:
     Of many bytes the first ones land while the last ones come, which the port's rate says nothing of.
     """
     found = {}
-    # So far apart that no launch reads in the cache what the launch before has read.
     for name, size, apart in (("l2_latency", _L2_BYTES, 64), ("memory_latency", _MEMORY_BYTES, 2048)):
         buffer = torch.zeros(size // 256, 128, dtype=torch.bfloat16, device=device)
         desc = TensorDescriptor.from_tensor(buffer, [_BOX, 128])
-        rows = buffer.shape[0]
 
-        def launch(out: Tensor, desc: TensorDescriptor = desc, rows: int = rows, apart: int = apart) -> None:
-            tma_load[(1,)](desc, out, _REPEATS, rows, apart, BOX=_BOX, **_EIGHT_WARPS)
+        def launch(out: Tensor, buffer: Tensor = buffer, desc: TensorDescriptor = desc, apart: int = apart) -> None:
+            if buffer.nbytes > _L2_BYTES:
+                # What is read would be in the cache since the launch before.
+                buffer.zero_()
+            tma_load[(1,)](desc, out, _REPEATS, buffer.shape[0], apart, BOX=_BOX, **_EIGHT_WARPS)
 
         cycles, _ = _per_repeat(launch, 1, device)
         transfer = _BOX * 256 * (1 / machine.port_bytes + 1 / machine.shared_bytes)
