@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .jagged_tensor import Jagged, check_jagged, is_jagged, to_jagged_tensor
+from .jagged_tensor import Jagged, check_jagged, is_jagged, layout_of, to_jagged_tensor
 
 
 def with_capacity(x: Jagged, rows: int, samples: int) -> Any:
@@ -38,7 +38,7 @@ def with_capacity(x: Jagged, rows: int, samples: int) -> Any:
             raise ValueError(f"{name} must be at least the {found} that x has, got {size}.")
     more = values.new_zeros((rows, *values.shape[1:]), requires_grad=False)
     result = to_jagged_tensor(more.requires_grad_(values.requires_grad), offsets.new_zeros(samples + 1))
-    _fill("x", result, x)
+    _fill(result, x)
     return result
 
 
@@ -58,17 +58,16 @@ class CapturedStep:
             the device, nor choose by what tensors hold; what it does in Python is done once. Optimizers need
             ``capturable=True`` where they have it. Attention must not run on the ``eager`` or ``reference`` backend.
         example: inputs that show the capacity: tensors, TorchRec ``JaggedTensor``s (see ``with_capacity``), and dicts,
-            lists and tuples of these; copied. What requires a gradient does so in the copy. Anything else is a
-            constant.
+            lists and tuples of these; copied, each apart, offsets that several share too. What requires a gradient
+            does so in the copy. Anything else is a constant.
         warmup: how often the step runs before it is captured, with all its effects: these are steps on the example.
             ``DistributedDataParallel`` needs 11.
 
-    Attributes:
-        inputs: the static inputs. Gradients that a step leaves on them stay in place, like its results.
-
     Raises:
-        TypeError: ``step`` cannot be called, ``warmup`` is not an int.
-        ValueError: ``warmup`` is less than 1, or the example's tensors are on several devices.
+        TypeError: ``step`` cannot be called, ``warmup`` is not an int, or the example has a nested or sparse tensor or
+            a ``KeyedJaggedTensor``.
+        ValueError: ``warmup`` is less than 1, the example's tensors are on several devices, or a ``JaggedTensor`` has
+            weights.
 
     Example:
         >>> layer = torch.nn.Linear(8, 1)
@@ -90,8 +89,10 @@ class CapturedStep:
         if warmup < 1:
             raise ValueError(f"warmup must be at least 1, got {warmup}.")
         self._step = step
-        self.inputs = tuple(_static(f"example[{i}]", x) for i, x in enumerate(example))
-        devices = {x.device for x in _leaves(self.inputs)}
+        # Also for a step in inference mode: PyTorch counts the writes to these, and what is derived is made anew.
+        with torch.inference_mode(False):
+            self._static = _rebuilt("example", example, _copy)
+        devices = {x.device for x in _leaves(self._static)}
         if len(devices) > 1:
             raise ValueError(
                 f"example must have its tensors on one device, got {', '.join(sorted(map(str, devices)))}."
@@ -101,17 +102,33 @@ class CapturedStep:
             with torch.cuda.device(next(iter(devices))):
                 self._capture(warmup)
 
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        """The static inputs: the same tensors each time.
+
+        Gradients that a step leaves on them are those of the last call, which overwrites them, like its results; do
+        not take them away.
+        """
+        # A JaggedTensor keeps the lengths that it was asked for, and a step may change a dict.
+        return _rebuilt("inputs", self._static, lambda name, x: x)
+
+    def _run(self) -> Any:
+        # Else a gradient would be added to that of the batch before.
+        for x in _leaves(self._static):
+            x.grad = None
+        return self._step(*self.inputs)
+
     def _capture(self, warmup: int) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(warmup):
-                self._step(*self.inputs)
+                self._run()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog, a thread of its own, asks for events meanwhile.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._results = self._step(*self.inputs)
+            self._results = self._run()
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the step on a batch.
@@ -127,10 +144,12 @@ class CapturedStep:
             TypeError: an input is of another kind than the example's.
             ValueError: it does not fit; nothing has run then.
         """
-        _check("inputs", self.inputs, inputs)
-        _fill("inputs", self.inputs, inputs)
+        if len(inputs) != len(self._static):
+            raise TypeError(f"inputs must be {len(self._static)} inputs, got {len(inputs)}.")
+        _check("inputs", self._static, inputs)
+        _fill(self._static, inputs)
         if self._graph is None:
-            return self._step(*self.inputs)
+            return self._run()
         self._graph.replay()
         return self._results
 
@@ -140,25 +159,42 @@ def _check_int(name: str, number: object) -> None:
         raise TypeError(f"{name} must be an int, got {number!r}.")
 
 
-def _parts(name: str, x: Any) -> tuple[Tensor, Tensor]:
-    """Values and offsets of a jagged tensor without weights."""
+def _parts(name: str, x: Any, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Values and offsets of a jagged tensor without weights; ``JaggedTensor.empty()`` gets the columns of ``rows``."""
     check_jagged(name, x)
     if isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torchrec.JaggedTensor here, got a nested tensor.")
     if x.weights_or_none() is not None:
         raise ValueError(f"{name} must have no weights; give them as a tensor of their own.")
-    return x.values(), x.offsets()
+    values, offsets = x.values(), layout_of(x).offsets
+    if rows is not None and values.shape == (0,):
+        values = values.reshape(0, *rows.shape[1:])
+    return values, offsets if offsets.numel() else offsets.new_zeros(1)
 
 
-def _static(name: str, x: Any) -> Any:
+def _rebuilt(name: str, x: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
+    """The same containers made anew, around changed tensors."""
     if isinstance(x, Mapping):
-        return {key: _static(f"{name}[{key!r}]", value) for key, value in x.items()}
+        return {key: _rebuilt(f"{name}[{key!r}]", value, change) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
-        return type(x)(_static(f"{name}[{i}]", item) for i, item in enumerate(x))
+        items = [_rebuilt(f"{name}[{i}]", item, change) for i, item in enumerate(x)]
+        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     if is_jagged(x):
         values, offsets = _parts(name, x)
-        return to_jagged_tensor(_static(name, values), _static(name, offsets))
-    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        return to_jagged_tensor(change(name, values), change(name, offsets))
+    return change(name, x) if isinstance(x, Tensor) else _constant(name, x)
+
+
+def _constant(name: str, x: Any) -> Any:
+    if hasattr(x, "values") and hasattr(x, "keys"):
+        check_jagged(name, x)  # which says what to do with a KeyedJaggedTensor
+    return x
+
+
+def _copy(name: str, x: Tensor) -> Tensor:
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a torch.strided tensor, got {x.layout}.")
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _leaves(x: Any) -> Iterator[Tensor]:
@@ -180,16 +216,25 @@ def _check(name: str, static: Any, given: Any) -> None:
             _check(f"{name}[{key!r}]", value, given[key])
     elif isinstance(static, (list, tuple)):
         if not isinstance(given, (list, tuple)) or len(given) != len(static):
-            raise TypeError(f"{name} must be {len(static)} inputs, got {_described(given)}.")
+            raise TypeError(f"{name} must be a list or tuple of {len(static)}, got {_described(given)}.")
         for index, (item, other) in enumerate(zip(static, given, strict=True)):
             _check(f"{name}[{index}]", item, other)
     elif isinstance(static, Tensor):
         _check_tensor(name, static, given)
     elif is_jagged(static):
-        for part, mine, other in zip(("values", "offsets"), _parts(name, static), _parts(name, given), strict=True):
-            _check_tensor(f"{name}.{part}()", mine, other)
-    elif type(given) is not type(static) or given != static:
+        mine = _parts(name, static)
+        for part, tensor, other in zip(("values", "offsets"), mine, _parts(name, given, mine[0]), strict=True):
+            _check_tensor(f"{name}.{part}()", tensor, other)
+    elif not _is_equal(static, given):
         raise ValueError(f"{name} must be {static!r}, which was captured, got {given!r}.")
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two constants are; NaN is equal to NaN, and what cannot be compared, as arrays, to itself alone."""
+    try:
+        return a is b or (type(a) is type(b) and bool(a == b or (a != a and b != b)))
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _check_tensor(name: str, static: Tensor, given: Any) -> None:
@@ -207,32 +252,38 @@ def _check_tensor(name: str, static: Tensor, given: Any) -> None:
 
 
 @torch.no_grad()
-def _fill(name: str, static: Any, given: Any) -> None:
+def _fill(static: Any, given: Any) -> None:
+    pairs = list(_pairs(static, given))
+    places = {mine.untyped_storage().data_ptr() for mine, _, _ in pairs}
+    # What lies in the static inputs themselves, before it is overwritten.
+    pairs = [(m, x.clone() if x.untyped_storage().data_ptr() in places else x, rest) for m, x, rest in pairs]
+    for mine, new, rest in pairs:
+        if mine.shape == new.shape:
+            mine.copy_(new)
+        else:
+            mine[: new.shape[0]].copy_(new)
+            mine[new.shape[0] :] = rest
+
+
+def _pairs(static: Any, given: Any) -> Iterator[tuple[Tensor, Tensor, Any]]:
+    """The tensors of the static inputs, those to fill them with, and what is behind these."""
     if isinstance(static, Mapping):
         for key, value in static.items():
-            _fill(name, value, given[key])
+            yield from _pairs(value, given[key])
     elif isinstance(static, (list, tuple)):
         for item, other in zip(static, given, strict=True):
-            _fill(name, item, other)
+            yield from _pairs(item, other)
     elif isinstance(static, Tensor):
-        _fill_tensor(static, given, 0)
+        yield static, given, 0
     elif is_jagged(static):
-        (values, offsets), (new_values, new_offsets) = _parts(name, static), _parts(name, given)
-        _fill_tensor(values, new_values, 0)
+        values, offsets = _parts("", static)
+        new_values, new_offsets = _parts("", given, values)
+        yield values, new_values, 0
         # Samples behind the last are empty.
-        _fill_tensor(offsets, new_offsets, new_offsets[-1:])
-
-
-def _fill_tensor(static: Tensor, given: Tensor, rest: Any) -> None:
-    if static.shape == given.shape:
-        static.copy_(given)
-        return
-    count = given.shape[0]
-    static[:count].copy_(given)
-    static[count:] = rest
+        yield offsets, new_offsets, new_offsets[-1:]
 
 
 def _described(x: Any) -> str:
     if isinstance(x, (list, tuple)):
-        return f"{len(x)}"
+        return f"a {type(x).__name__} of {len(x)}"
     return f"a dict with the keys {list(x)}" if isinstance(x, Mapping) else type(x).__name__

@@ -1,12 +1,13 @@
 """Captured steps without a GPU: batches of any sizes in static inputs, and what is refused. Graphs: tests/gpu."""
 
+import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import JaggedTensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from jagged_attn import JaggedMultiHeadAttention
 from jagged_attn.capturing import CapturedStep, with_capacity
@@ -68,7 +69,6 @@ def test_training_in_static_inputs_is_training() -> None:
         count = sum(lengths)
         torch.testing.assert_close(x.values().grad[:count], inputs[0].values().grad)
         assert not x.values().grad[count:].any()
-        x.values().grad = None
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -102,6 +102,75 @@ def test_the_inputs_stay_the_same_tensors_and_are_copies() -> None:
     assert torch.equal(y, torch.ones(3))
 
 
+def test_lengths_are_those_of_the_batch() -> None:
+    step = CapturedStep(lambda x: x.lengths().tolist(), with_capacity(jagged(2), ROWS, SAMPLES))
+    assert step(jagged(3, 4)) == [3, 4, 0, 0]
+    assert step(jagged(1, 0, 5)) == [1, 0, 5, 0]
+    assert step.inputs[0].lengths().tolist() == [1, 0, 5, 0]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_attention_sees_the_offsets_of_the_batch(inference: bool) -> None:
+    """Layouts and tile tables are remembered beside the static offsets, which are written to."""
+    layer = JaggedMultiHeadAttention(E, 2)
+    with torch.inference_mode(inference):
+        step = CapturedStep(lambda x: layer(x).values(), with_capacity(jagged(2), ROWS, SAMPLES))
+    for lengths in BATCHES:
+        x = jagged(*lengths)
+        with torch.inference_mode(inference):
+            torch.testing.assert_close(step(x)[: sum(lengths)], layer(x).values())
+        assert not x.offsets().is_inference()
+
+
+def test_a_step_may_change_what_holds_its_inputs() -> None:
+    step = CapturedStep(lambda x: x.pop("a") * 2, {"a": torch.zeros(2)})
+    for number in range(2):
+        assert step({"a": torch.full((2,), float(number))}).tolist() == [2.0 * number] * 2
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_named_tuples() -> None:
+    step = CapturedStep(lambda x: x.left + x.right.values(), Pair(torch.zeros(2, E), with_capacity(jagged(1), 2, 1)))
+    x = jagged(2)
+    assert torch.equal(step(Pair(torch.ones(2, E), x)), x.values() + 1)
+
+
+@pytest.mark.parametrize("constant", [math.nan, None, "name", 0.5, (1, "a"), torch.Size([2, 3])])
+def test_constants(constant: Any) -> None:
+    step = CapturedStep(lambda x, y: y, torch.zeros(1), constant)
+    # Another object, as a batch's would be.
+    assert repr(step(torch.ones(1), float("nan") if constant is math.nan else constant)) == repr(constant)
+
+
+def test_arrays_are_constants_that_equal_themselves_alone() -> None:
+    array = torch.ones(2).numpy()
+    step = CapturedStep(lambda x: x.sum(), array)
+    assert step(array) == 2
+    with pytest.raises(ValueError, match=r"inputs\[0\] must be array.*, which was captured, got array"):
+        step(array.copy())
+
+
+def test_inputs_may_lie_in_the_static_inputs() -> None:
+    step = CapturedStep(lambda a, b: (a.tolist(), b.tolist()), torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6]))
+    a, b = step.inputs
+    assert step(b, a) == ([4, 5, 6], [1, 2, 3])
+    assert step(a[1:], b) == ([5, 6, 0], [1, 2, 3])
+
+
+@pytest.mark.parametrize("offsets", [torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)])
+def test_a_batch_without_anything(offsets: Tensor) -> None:
+    x = JaggedTensor(torch.zeros(0), offsets=offsets)  # as JaggedTensor.empty(), with and without an offset
+    step = CapturedStep(lambda x: (x.values().clone(), x.offsets().tolist()), with_capacity(jagged(3), ROWS, SAMPLES))
+    values, found = step(x)
+    assert not values.any()
+    assert found == [0] * (SAMPLES + 1)
+    assert with_capacity(x, 3, 2).offsets().tolist() == [0, 0, 0]
+
+
 def test_capacity() -> None:
     x = with_capacity(jagged(2, 0, 3), 7, 5)
     assert x.values().shape == (7, E)
@@ -122,6 +191,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], Any]] = {
     r"inputs[2]['n'] must be 3, which was captured, got 4": ((X, Y, {"n": 4}), ValueError),
     r"inputs[2]['n'] must be 3, which was captured, got 3.0": ((X, Y, {"n": 3.0}), ValueError),
     r"inputs[2] must be a dict with the keys ['n'], got a dict with the keys ['m']": ((X, Y, {"m": 3}), TypeError),
+    r"inputs[2] must be a dict with the keys ['n'], got a list of 1": ((X, Y, [3]), TypeError),
+    r"inputs[1] must be a torch.strided tensor, got a tuple of 2": ((X, (Y, Y), N), TypeError),
     r"inputs[2] must be a dict with the keys ['n'], got int": ((X, Y, 3), TypeError),
     r"inputs must be 3 inputs, got 2": ((X, Y), TypeError),
     r"inputs[0] must be a torchrec.JaggedTensor, got Tensor": ((torch.zeros(3, 8), Y, N), TypeError),
@@ -163,3 +234,10 @@ def test_wrong_arguments() -> None:
         with_capacity(weighted, 5, 1)
     with pytest.raises(ValueError, match="example must have its tensors on one device, got cpu, meta"):
         CapturedStep(print, torch.zeros(2), torch.zeros(2, device="meta"))
+    keyed = KeyedJaggedTensor(keys=["a"], values=torch.ones(2), lengths=torch.tensor([2]))
+    with pytest.raises(TypeError, match=r"example\[0\]\['k'\] must be .* got KeyedJaggedTensor; take one feature"):
+        CapturedStep(print, {"k": keyed})
+    with pytest.raises(TypeError, match=r"example\[0\] must be a torch\.strided tensor, got torch\.sparse_coo"):
+        CapturedStep(print, torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match=r"inputs\[0\] must be a list or tuple of 2, got a list of 1"):
+        CapturedStep(print, [1, 2])([1])
