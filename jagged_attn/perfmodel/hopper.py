@@ -100,23 +100,32 @@ class Forward(HandOut):
         return [self.sm.clock.spawn(role) for role in roles]
 
     def load(self) -> Role:
-        """Items, looked up one ahead; Q, K and V."""
+        """Items, looked up one ahead, with two tiles of Q loaded then; K and V."""
         sm, tile = self.sm, self.c.block_kv * DIM * BYTES
         count = 0
+        ahead = self.c.q_stages > 1
         yield from self._take(0)
+        if ahead:
+            yield from self._bring_queries(0)
         for turn, item in enumerate(self.items):
             for i in range(item.blocks):
                 yield self.k_empty.wait(count - self.c.k_stages)
                 yield from sm.load(tile, item.kv_miss, self.k_full, count)
-                for g in range(self.c.groups if i == 0 else 0):
-                    yield self.q_empty[g].wait(turn - 1)
-                    miss = item.q_miss if g < item.groups else 0.0
-                    yield from sm.load(ROWS * DIM * BYTES, miss, self.q_full[g], turn)
+                if not ahead and i == 0:
+                    yield from self._bring_queries(turn)
                 yield self.v_empty.wait(count - self.c.v_stages)
                 yield from sm.load(tile, item.kv_miss, self.v_full, count)
                 count += 1
                 if i == min(item.blocks, self.c.k_stages, self.c.v_stages) - 1:
                     yield from self._take(turn + 1)
+                    if ahead:
+                        yield from self._bring_queries(turn + 1)
+
+    def _bring_queries(self, turn: int) -> Role:
+        for g in range(self.c.groups if turn < len(self.items) else 0):
+            yield self.q_empty[g].wait(turn - self.c.q_stages)
+            miss = self.items[turn].q_miss if g < self.items[turn].groups else 0.0
+            yield from self.sm.load(ROWS * DIM * BYTES, miss, self.q_full[g], turn)
 
     def attend(self, g: int) -> Role:
         """A group's rows of each item."""

@@ -25,6 +25,7 @@ class ForwardConfig:
         v_stages: blocks of values in flight.
         registers: of a thread of a consumer group.
         turns: whether the two groups take turns at issuing products.
+        q_stages: tiles of queries; with two the next item's come while this one is computed.
         ctas_per_processor: CTAs that share a multiprocessor.
     """
 
@@ -34,6 +35,7 @@ class ForwardConfig:
     v_stages: int
     registers: int
     turns: bool
+    q_stages: int = 2
     ctas_per_processor: int = 1
 
     @property
@@ -48,7 +50,7 @@ class ForwardConfig:
 
     def shared_bytes(self, head_dim: int, itemsize: int) -> int:
         """Shared memory of a CTA: queries and output, keys, values, barriers."""
-        rows = 2 * self.block_q + (self.k_stages + self.v_stages) * self.block_kv
+        rows = (self.q_stages + 1) * self.block_q + (self.k_stages + self.v_stages) * self.block_kv
         return rows * head_dim * itemsize + _BARRIER_BYTES
 
     def refusal(self, head_dim: int, itemsize: int) -> str | None:
@@ -64,7 +66,7 @@ class ForwardConfig:
 
 # Measured on an H200: docs/performance-log.md.
 _PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
-_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 2), 128: ForwardConfig(64, 1, 3, 2, 208, False, 2)}
+_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 1, 2), 128: ForwardConfig(64, 1, 3, 2, 208, False, 1, 2)}
 
 
 # A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Measured for

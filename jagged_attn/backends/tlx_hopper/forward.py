@@ -5,7 +5,7 @@ One persistent CTA holds a tile of queries, 64 rows for each of its consumer gro
 its sequence past it. Keys are taken from the end of what the tile sees: the block that is cut short by the end of the
 sequence comes first, in a step of its own, and the loop behind it needs no mask.
 
-``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, registers and turns of the
+``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers and turns of the
 ``ForwardConfig``; mask, act, broadcast_q.
 """
 
@@ -42,21 +42,44 @@ def _take(number, turn, hand_out, where, C: tl.constexpr):
 
 
 @triton.jit
+def _queries(turn, g, C: tl.constexpr):
+    """Which tile holds a group's queries of this turn's item, and the phase of its barriers."""
+    buf, phase = ring(turn, C.q_stages)
+    return buf * C.groups + g, phase
+
+
+@triton.jit
+def _bring_queries(desc_q, item, turn, tiles, loads, C: tl.constexpr):
+    """Load the queries of this turn's item, 64 rows for each group."""
+    head, start_out, len_q, first_row = item[0], item[1], item[2], item[3]
+    start_q = start_out * (0 if C.broadcast_q else 1)
+    for g in tl.static_range(C.groups):
+        buf, phase = _queries(turn, g, C)
+        at = ragged(start_q, len_q, first_row + g * _ROWS, head * C.dim)
+        tlx.barrier_wait(loads[1][buf], phase ^ 1)
+        tlx.barrier_expect_bytes(loads[0][buf], _ROWS * C.dim * tlx.size_of(tlx.dtype_of(desc_q)))
+        tlx.async_descriptor_load(desc_q, tiles[0][buf], at, loads[0][buf])
+
+
+@triton.jit
 def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.constexpr):
     """Hand out the items, and bring Q, K and V of each into shared memory.
 
     An item is looked up while the one before it is loaded, so that neither this role nor the consumers wait for the
-    counter, the table and the offsets, one after the other.
+    counter, the table and the offsets, one after the other; with two tiles of queries its own come then, too.
     """
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
+    _, k_tiles, v_tiles = tiles
+    _, _, k_full, k_empty, v_full, v_empty = loads
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     FULL: tl.constexpr = C.k_stages if C.k_stages < C.v_stages else C.v_stages
     count = 0
     turn = 0
     item = _take(tl.program_id(0), turn, hand_out, where, C)
+    if C.q_stages > 1:  # noqa: SIM102 - one is decided when this is compiled
+        if item[7] > 0:
+            _bring_queries(desc_q, item, turn, tiles, loads, C)
     while item[7] > 0:
-        head, start_out, len_q, first_row, start_kv, len_kv, lo, blocks = item
+        head, start_kv, len_kv, lo, blocks = item[0], item[4], item[5], item[6], item[7]
         following = item
         for i in range(blocks):
             at = ragged(start_kv, len_kv, lo + (blocks - 1 - i) * C.block_kv, head // C.group * C.dim)
@@ -64,13 +87,9 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
             tlx.barrier_wait(k_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(k_full[buf], C.block_kv * ROW_BYTES)
             tlx.async_descriptor_load(desc_k, k_tiles[buf], at, k_full[buf])
-            if i == 0:
-                start_q = start_out * (0 if C.broadcast_q else 1)
-                for g in tl.static_range(C.groups):
-                    at_q = ragged(start_q, len_q, first_row + g * _ROWS, head * C.dim)
-                    tlx.barrier_wait(q_empty[g], (turn & 1) ^ 1)
-                    tlx.barrier_expect_bytes(q_full[g], _ROWS * ROW_BYTES)
-                    tlx.async_descriptor_load(desc_q, q_tiles[g], at_q, q_full[g])
+            if C.q_stages == 1:  # noqa: SIM102 - likewise
+                if i == 0:
+                    _bring_queries(desc_q, item, turn, tiles, loads, C)
             buf, phase = ring(count, C.v_stages)
             tlx.barrier_wait(v_empty[buf], phase ^ 1)
             tlx.barrier_expect_bytes(v_full[buf], C.block_kv * ROW_BYTES)
@@ -83,6 +102,9 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
                 if number < where[3] * C.heads * where[7]:
                     number = next_item(counter)
                 following = _take(number, turn + 1, hand_out, where, C)
+                if C.q_stages > 1:  # noqa: SIM102 - likewise
+                    if following[7] > 0:
+                        _bring_queries(desc_q, following, turn + 1, tiles, loads, C)
         turn += 1
         item = following
 
@@ -131,16 +153,16 @@ def _activated(s, m, l, scale, first_key, seen, C: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def _block(sums, count, scale, first_key, seen, tiles, loads, g: tl.constexpr, C: tl.constexpr,
+def _block(sums, count, scale, first_key, seen, q_tile, tiles, loads, g: tl.constexpr, C: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
     """Scores of block ``count`` while the tensor cores add the block before to the output."""
-    q_tiles, k_tiles, v_tiles = tiles
+    _, k_tiles, v_tiles = tiles
     _, _, k_full, k_empty, v_full, v_empty = loads
     acc, p, m, l = sums  # noqa: E741
     buf, phase = ring(count, C.k_stages)
     tlx.barrier_wait(k_full[buf], phase)
     _take_turn(g, C)
-    s = tlx.async_dot(q_tiles[g], tlx.local_trans(k_tiles[buf]))
+    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
     last, last_phase = ring(count - 1, C.v_stages)
     tlx.barrier_wait(v_full[last], last_phase)
     acc = tlx.async_dot(p, v_tiles[last], acc)
@@ -168,12 +190,15 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     m = tl.zeros((_ROWS,), tl.float32) - float("inf")
     l = tl.zeros((_ROWS,), tl.float32)  # noqa: E741
 
+    q_buf, q_phase = _queries(turn, g, C)
+    q_tile = q_tiles[q_buf]
+
     # The last block: the only one that the end of the sequence may cut.
     buf, phase = ring(count, C.k_stages)
     tlx.barrier_wait(k_full[buf], phase)
-    tlx.barrier_wait(q_full[g], turn & 1)
+    tlx.barrier_wait(q_full[q_buf], q_phase)
     _take_turn(g, C)
-    s = tlx.async_dot(q_tiles[g], tlx.local_trans(k_tiles[buf]))
+    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
     _pass_turn(g, C)
     s = tlx.async_dot_wait(0, s)
     tlx.barrier_arrive(k_empty[buf], 1)
@@ -184,17 +209,19 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     begin, end = unmasked_blocks(first_row, len_q, len_kv, lo, blocks, C.block_kv, _ROWS * C.groups, C.mask)
     if mask_kind(C.mask) != "full":
         for i in range(1, blocks - end):
-            sums = _block(sums, count, scale, lo + (blocks - 1 - i) * C.block_kv, seen, tiles, loads, g, C, True)
+            sums = _block(
+                sums, count, scale, lo + (blocks - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True
+            )
             count += 1
     for _i in range(begin, end):
-        sums = _block(sums, count, scale, 0, seen, tiles, loads, g, C, False)
+        sums = _block(sums, count, scale, 0, seen, q_tile, tiles, loads, g, C, False)
         count += 1
     if not mask_opens(C.mask, 0):
         for i in range(begin):
-            sums = _block(sums, count, scale, lo + (begin - 1 - i) * C.block_kv, seen, tiles, loads, g, C, True)
+            sums = _block(sums, count, scale, lo + (begin - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True)
             count += 1
     acc, p, m, l = sums  # noqa: E741
-    tlx.barrier_arrive(q_empty[g], 1)
+    tlx.barrier_arrive(q_empty[q_buf], 1)
     last, last_phase = ring(count - 1, C.v_stages)
     tlx.barrier_wait(v_full[last], last_phase)
     acc = tlx.async_dot(p, v_tiles[last], acc)
@@ -221,8 +248,9 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
 def _pass_by(count, turn, item, hand_out, loads, g: tl.constexpr, C: tl.constexpr):
     """What ``_attend_rows`` does for the other roles, by a group whose rows are all past the end of the queries."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
-    tlx.barrier_wait(q_full[g], turn & 1)
-    tlx.barrier_arrive(q_empty[g], 1)
+    q_buf, q_phase = _queries(turn, g, C)
+    tlx.barrier_wait(q_full[q_buf], q_phase)
+    tlx.barrier_arrive(q_empty[q_buf], 1)
     for _i in range(item[7]):
         buf, phase = ring(count, C.k_stages)
         tlx.barrier_wait(k_full[buf], phase)
@@ -276,12 +304,12 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     | named 9, 10 | 256 threads | the other group, having issued its products | group 0, group 1, before issuing |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
-    q_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
+    q_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups * C.q_stages)
     k_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.k_stages)
     v_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.v_stages)
     o_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
-    q_full = tlx.alloc_barriers(C.groups)
-    q_empty = tlx.alloc_barriers(C.groups)
+    q_full = tlx.alloc_barriers(C.groups * C.q_stages)
+    q_empty = tlx.alloc_barriers(C.groups * C.q_stages)
     k_full = tlx.alloc_barriers(C.k_stages)
     k_empty = tlx.alloc_warp_barrier(C.k_stages, 4, C.groups)
     v_full = tlx.alloc_barriers(C.v_stages)
