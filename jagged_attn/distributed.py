@@ -42,7 +42,8 @@ def fully_shard(module: M, *, pack: bool = False, **options: Any) -> M:
     the names and ``DTensor``s that it has without. Whole parameters are kept from the forward to the backward.
 
     Args:
-        module: as for PyTorch's function; with ``pack``, parameters that need no gradient are sharded one by one.
+        module: one, not a list of them. With ``pack``, parameters that need no gradient or have no element are sharded
+            one by one.
         pack: all parameters of the module as one, but for those of modules that were sharded before.
         options: its keywords: ``mesh``, ``reshard_after_forward``, ``mp_policy``, ... With a ``mp_policy``, FSDP casts
             every floating input of the module, which would round the ``rotation`` of ``RotaryTemporalEmbedding`` and
@@ -52,7 +53,7 @@ def fully_shard(module: M, *, pack: bool = False, **options: Any) -> M:
         ``module``.
 
     Raises:
-        TypeError: ``pack`` is not a bool.
+        TypeError: ``pack`` is not a bool, or ``module`` not a module.
         ValueError: ``pack`` with ``shard_placement_fn`` or ``dp_mesh_dims``; a parameter cannot be packed: it is a
             scalar, on the meta device or of another dtype than the others, or its module has a ``__setattr__`` of its
             own, such as ``nn.GRU``; or the module has an attribute ``packed``.
@@ -60,8 +61,15 @@ def fully_shard(module: M, *, pack: bool = False, **options: Any) -> M:
     from torch.distributed.fsdp import fully_shard
 
     check_flags(pack=pack)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
     packing = _pack(module, options) if pack else None
-    fully_shard(module, **options)
+    try:
+        fully_shard(module, **options)
+    except BaseException:
+        if packing is not None:
+            packing.undo()
+        raise
     # FSDP's own hooks are there already: the first of each pair goes before them, the second after them.
     module.register_forward_pre_hook(_before(_open), prepend=True, with_kwargs=True)
     module.register_forward_pre_hook(_before(_close), with_kwargs=True)

@@ -1,6 +1,7 @@
 """One sharded parameter in place of a module's hundreds: ``fully_shard(..., pack=True)`` of ``distributed``."""
 
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Pack:
     the forward the attributes are the whole parameters.
 
     Args:
-        module: its parameters are taken out, but for those that are frozen, ignored or ``DTensor``s already.
+        module: its parameters are taken out, but for those that are frozen, empty, ignored or ``DTensor``s already.
         world_size: W.
         ignored: parameters to leave alone.
 
@@ -68,7 +69,8 @@ class Pack:
 
     def __init__(self, module: nn.Module, world_size: int, ignored: Collection[nn.Parameter] = ()) -> None:
         if hasattr(module, NAME):
-            raise ValueError(f"module must have no attribute {NAME!r} before it is packed, got {module.packed!r}.")
+            found_there = _described(module.packed)
+            raise ValueError(f"module must have no attribute {NAME!r} before it is packed, got {found_there}.")
         found = _find(module, ignored)
         _check(found)
         self.module, self.world_size = module, world_size
@@ -82,15 +84,17 @@ class Pack:
         ]
         self._shards: list[DTensor] = []
         self._shards_of: Tensor | None = None
-        for slot in self.slots:
-            for owner, name in slot.owners:
-                owner._parameters.pop(name, None)
+        owners = {owner for slot in self.slots for owner, _ in slot.owners} | {module}
+        self._taken_from = [(owner._parameters, dict(owner._parameters)) for owner in owners]
+        for _, attributes, name in self._attributes:
+            attributes[name] = attributes["_parameters"].pop(name, attributes.get(name))
         if found:
             with torch.no_grad():
                 module.register_parameter(NAME, nn.Parameter(_joined(list(found), world_size)))
 
     def attach(self) -> None:
         """Hang the hooks on the module; after FSDP's, whose pack they read."""
+        self._taken_from.clear()
         if not self.slots:
             return
         module = self.module
@@ -99,7 +103,16 @@ class Pack:
         # It marks the hook, which a method does not take.
         module.register_state_dict_post_hook(lambda *args: self._save(*args))
         module.register_load_state_dict_pre_hook(self._load)
+        module.__dict__["_apply"] = functools.partial(self._convert, module._apply)
         self._show_shards()
+
+    def undo(self) -> None:
+        """Put the parameters back, before ``attach``."""
+        for _, attributes, name in self._attributes:
+            attributes.pop(name, None)
+        for parameters, before in self._taken_from:
+            parameters.clear()
+            parameters.update(before)
 
     def wholes(self, pack: Tensor) -> tuple[Tensor, ...]:
         """The whole parameters in memory of their own, of a gathered pack ``[W * N]``."""
@@ -129,6 +142,13 @@ class Pack:
             self._shards_of = part
         return self._shards
 
+    def _convert(self, apply: Callable[..., nn.Module], *args: Any, **options: Any) -> nn.Module:
+        """``module.to(...)`` and the like: the shards are those of the new pack."""
+        result = apply(*args, **options)
+        self.shards()
+        self._show_shards()
+        return result
+
     def _show_wholes(self) -> None:
         wholes = _Unpack.apply(self.module.packed, self)
         for index, attributes, name in self._attributes:
@@ -154,11 +174,10 @@ class Pack:
                     missing.append(key)
                     continue
                 value = state.pop(key)
-                if not isinstance(value, DTensor) or value.shape != slot.shape:
-                    errors.append(f"{key} must be a DTensor of shape {tuple(slot.shape)}, got {_described(value)}.")
+                if not isinstance(value, Tensor) or value.shape != slot.shape:
+                    errors.append(f"{key} must be a tensor of shape {tuple(slot.shape)}, got {_described(value)}.")
                 else:
-                    with torch.no_grad():
-                        shard.copy_(value)
+                    _copy(slot, shard, value)
         # What the module loads itself has its values already.
         state[prefix + NAME] = self.module.packed
 
@@ -177,6 +196,17 @@ class _Unpack(torch.autograd.Function):
         return _joined(gradients, ctx.world_size), None
 
 
+@torch.no_grad()
+def _copy(slot: _Slot, shard: DTensor, value: Tensor) -> None:
+    """Into a shard, from a sharded or from a whole parameter."""
+    if isinstance(value, DTensor):
+        shard.copy_(value)
+        return
+    mesh, part = shard.device_mesh, shard.to_local()
+    start = mesh.get_local_rank(mesh.ndim - 1) * slot.rows
+    part.copy_(value[start : start + part.shape[0]])
+
+
 def _joined(tensors: Sequence[Tensor], world_size: int) -> Tensor:
     """``[W * N]``: each cut into W parts of its first dimension, the last ones padded; part by part."""
     # One kernel, as FSDP2 has it, where all are contiguous.
@@ -189,7 +219,8 @@ def _find(module: nn.Module, ignored: Collection[nn.Parameter]) -> dict[nn.Param
     found: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.requires_grad and id(parameter) not in left_alone and not isinstance(parameter, DTensor):
+            is_packed = parameter.requires_grad and not isinstance(parameter, DTensor) and parameter.numel()
+            if is_packed and id(parameter) not in left_alone:
                 found.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, owner, name))
     return found
 

@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +105,7 @@ def messages_of_loading(model: nn.Module) -> dict[str, str]:
     good, said = model.state_dict(), {}
     wrong = {
         "missing": {name: value for name, value in good.items() if name != "last.weight"},
-        "plain": good | {"last.weight": torch.zeros(3, 5)},
+        "number": good | {"last.weight": 3},
         "shape": good | {"last.weight": good["last.bias"]},
     }
     for what, state in wrong.items():
@@ -145,6 +151,42 @@ def kinds() -> dict[str, str]:
     return found | {"ignored": type(left_alone.bias).__name__, "not ignored": type(left_alone.weight).__name__}
 
 
+def loaded_whole(plain: Model) -> dict[str, Tensor]:
+    """What every rank has whole, loaded by PyTorch's function."""
+    options, packed = StateDictOptions(full_state_dict=True), sharded(True)
+    set_model_state_dict(packed, get_model_state_dict(plain, options=options), options=options)
+    return whole(packed)
+
+
+def converted() -> dict[str, Any]:
+    """A model in another dtype."""
+    model = sharded(True, by_block=False).double()
+    weight = model.last.weight
+    nn.init.ones_(weight)
+    state = whole(model)["last.weight"]
+    return {"dtypes": {weight.dtype, model.packed.dtype, state.dtype}, "ones": bool((state == 1).all())}
+
+
+def refused_by_fsdp() -> tuple[str, list[str], list[str]]:
+    """What FSDP says, and the parameters before and after."""
+    layers = Model().blocks
+    before = [name for name, _ in layers.named_parameters()]
+    try:
+        fully_shard(layers, pack=True)
+    except ValueError as error:
+        return str(error), before, [name for name, x in layers.named_parameters() if layers.get_parameter(name) is x]
+    raise AssertionError("a ModuleList has no forward")
+
+
+def empty_parameter() -> tuple[Any, Any]:
+    """Parameters without an element: where they are in the state dict, and what is packed."""
+    model = nn.Linear(5, 3)
+    model.none = nn.Parameter(torch.zeros(0, 4))
+    fully_shard(model, pack=True)
+    model(torch.ones(2, 5)).sum().backward()
+    return {name: tuple(x.shape) for name, x in model.state_dict().items()}, [n for n, _ in model.named_parameters()]
+
+
 def everything(folder: Path) -> dict[str, Any]:
     """All of it, in one start of two processes."""
     plain, packed = sharded(False), sharded(True)
@@ -172,6 +214,10 @@ def everything(folder: Path) -> dict[str, Any]:
     plain.load_state_dict(packed.state_dict())
     results["loaded back"] = (whole(packed), whole(plain))
     results["said"] = messages_of_loading(packed)
+    results["loaded whole"] = (whole(plain), loaded_whole(plain))
+    results["converted"] = converted()
+    results["refused"] = refused_by_fsdp()
+    results["empty"] = empty_parameter()
     results["resumed"] = {pack: resumed(folder, pack) for pack in (False, True)}
     with torch.no_grad():
         results["forward"] = (plain(torch.ones(2, 5)), packed(torch.ones(2, 5)))

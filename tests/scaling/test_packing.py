@@ -1,5 +1,6 @@
 """Packed parameters: FSDP2 sees one, the rest of the world what it sees without a pack."""
 
+import re
 from typing import Any
 
 import pytest
@@ -70,12 +71,36 @@ def test_state_dicts_are_exchanged_with_modules_that_are_not_packed(results: Res
         _close(*rank["loaded after a forward"])
 
 
+def test_whole_tensors_are_loaded(results: Results) -> None:
+    for rank in results:
+        _close(*rank["loaded whole"])
+
+
+def test_parameters_are_views_of_a_pack_that_is_converted(results: Results) -> None:
+    for rank in results:
+        assert rank["converted"] == {"dtypes": {torch.float64}, "ones": True}
+
+
+def test_a_module_that_fsdp_refuses_is_left_as_it_is(results: Results) -> None:
+    for rank in results:
+        message, before, after = rank["refused"]
+        assert re.match(r"fully_shard does not support containers .*Linear\(in_features=5", message, re.DOTALL)
+        assert sorted(after) == sorted(before)
+
+
+def test_what_is_empty_is_not_packed(results: Results) -> None:
+    for rank in results:
+        shapes, parameters = rank["empty"]
+        assert shapes == {"weight": (3, 5), "bias": (3,), "none": (0, 4)}
+        assert parameters == ["none", "packed"]
+
+
 def test_what_does_not_fit_is_not_loaded(results: Results) -> None:
     for rank in results:
         said = rank["said"]
         assert 'Missing key(s) in state_dict: "last.weight"' in said["missing"]
-        assert "last.weight must be a DTensor of shape (3, 5), got a Tensor of (3, 5)." in said["plain"]
-        assert "last.weight must be a DTensor of shape (3, 5), got a DTensor of (3,)." in said["shape"]
+        assert "last.weight must be a tensor of shape (3, 5), got 3." in said["number"]
+        assert "last.weight must be a tensor of shape (3, 5), got a DTensor of (3,)." in said["shape"]
 
 
 @pytest.mark.parametrize("pack", [False, True])
@@ -131,6 +156,7 @@ def _with(name: str, value: Any) -> nn.Module:
         (_with("scale", nn.Parameter(torch.tensor(1.0))), "must have a dimension to shard, got the scalar scale."),
         (_with("rough", nn.Parameter(torch.randn(3).half())), "of one dtype .*, got torch.float32 and torch.float16: "),
         (_with("packed", "a lunch"), "module must have no attribute 'packed' before it is packed, got 'a lunch'."),
+        (_with("packed", torch.ones(9)), r"no attribute 'packed' before it is packed, got a Tensor of \(9,\)."),
     ],
 )  # fmt: skip
 def test_what_cannot_be_packed_is_refused_and_left_as_it_is(module: nn.Module, message: str) -> None:
@@ -143,5 +169,7 @@ def test_what_cannot_be_packed_is_refused_and_left_as_it_is(module: nn.Module, m
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="pack must be True or False, got 'no'"):
         fully_shard(nn.Linear(3, 5), pack="no")
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, got list"):
+        fully_shard([nn.Linear(3, 5)])
     with pytest.raises(ValueError, match="shard_placement_fn must be None with pack=True"):
         fully_shard(nn.Linear(3, 5), pack=True, shard_placement_fn=lambda parameter: None)
