@@ -85,7 +85,7 @@ def _say(text: str) -> None:
 def _check(options: argparse.Namespace, device: torch.device) -> int:
     """All checks; a rank that fails one raises, which ends the others."""
     for how in options.parallel:
-        for what in ["plain"] if options.captured else options.checks:
+        for what in options.checks:
             ratios = check(what, how, scenario_of(options), device, options.backend, **_ways(options))
             shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
             _say(f"{how:11s} {what:12s} right: {shown} of what is allowed")
@@ -193,11 +193,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backend-comm", choices=["gloo", "nccl"], default="gloo", help="gloo: CPUs; nccl: GPUs")
     choices: list[Parallel] = [how for how in PARALLEL if how != "none"]
     parser.add_argument("--parallel", nargs="+", choices=choices, default=choices)
-    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS)
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, help="default: all, with --captured the plain one")
     parser.add_argument("--backend", default="auto", choices=BACKEND_NAMES, help="what runs the attention")
     parser.add_argument("--compile", action="store_true", help="the layers, one by one, on all ranks and alone")
     parser.add_argument("--unpacked", action="store_true", help="FSDP2 sees each parameter, in place of one a group")
-    parser.add_argument("--captured", action="store_true", help="steps are CUDA graphs; of the checks, the plain one")
+    parser.add_argument("--captured", action="store_true", help="steps are CUDA graphs")
     parser.add_argument("--reshard", action="store_true", help="speed: FSDP2 gathers again for the backward")
     parser.add_argument("--small", action="store_true", help="a size for a CPU and for tests")
     parser.add_argument("--batch", type=natural, help=f"samples of a rank (default: 512; {_CHECKED} in checks)")
@@ -210,6 +210,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to say where the package does not lie in its repository")
     options = parser.parse_args(argv)
     options.dtype = options.dtype or ("bfloat16" if options.backend_comm == "nccl" else "float32")
+    allowed = ["plain"] if options.captured else list(CHECKS)
+    options.checks = options.checks or allowed
+    if not set(options.checks) <= set(allowed):
+        parser.error(f"--checks must be plain with --captured, got {' '.join(options.checks)}")
     if options.backend_comm == "nccl" and not has_gpu_for_each_process():
         parser.error("--backend-comm must be gloo where there is not a CUDA GPU for each process, got nccl")
     return options

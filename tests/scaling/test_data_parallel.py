@@ -92,3 +92,13 @@ def test_ranks_train_compiled_layers_alike(tmp_path: Path) -> None:
 
     for rank in run_ranks(scaling_jobs.compiled, tmp_path, timeout=540):
         assert all(ratio <= 1 for ratios in rank.values() for ratio in ratios.values())
+
+
+def test_checks_that_are_not_captured_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from jagged_attn.bench.scaling import _parse
+
+    assert _parse(["check", "--captured"]).checks == ["plain"]
+    assert _parse(["check"]).checks == list(CHECKS)
+    with pytest.raises(SystemExit):
+        _parse(["check", "--captured", "--checks", "plain", "empty"])
+    assert "--checks must be plain with --captured, got plain empty" in capsys.readouterr().err
