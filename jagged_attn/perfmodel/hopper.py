@@ -275,7 +275,7 @@ class Keys(HandOut):
         self.parts = (DIM * BYTES, FLOAT) if act != "fast_gelu" else (DIM * BYTES,)
         self.q_full, self.do_full = (sm.barrier(len(self.parts)) for _ in range(2))
         self.k_full, self.v_full = sm.barrier(), sm.barrier()
-        self.tile_empty, self.keys_empty = sm.barrier(2), sm.barrier(2)
+        self.tile_empty, self.v_empty = sm.barrier(2), sm.barrier(2)
         self.ds_full, self.ds_empty = sm.barrier(2), sm.barrier(2)
         self.item_full, self.item_empty = sm.barrier(), sm.barrier(2)
 
@@ -294,11 +294,11 @@ class Keys(HandOut):
                 for width in parts:
                     yield from sm.load(ROWS * width, item.q_miss, self.q_full, count)
                 if trip == 0:
-                    yield self.keys_empty.wait(turn - 1)
                     yield from sm.load(self.KEYS * DIM * BYTES, item.kv_miss, self.k_full, turn)
                 for width in parts:
                     yield from sm.load(ROWS * width, item.do_miss, self.do_full, count)
                 if trip == 0:
+                    yield self.v_empty.wait(turn - 1)
                     yield from sm.load(self.KEYS * DIM * BYTES, item.kv_miss, self.v_full, turn)
                 if trip == min(item.tiles - 1, 1):
                     yield from self._take(turn + 1)
@@ -312,15 +312,13 @@ class Keys(HandOut):
         yield from self._read_item(0)
         for turn, item in enumerate(self.items):
             yield self.k_full.wait(turn)
-            yield self.v_full.wait(turn)
             for trip in range(item.tiles):
-                sent = yield from self._tile(g, count + trip, trip, item, stored)
+                sent = yield from self._tile(g, count + trip, trip, turn, item, stored)
                 stored = sent or stored
             count += item.tiles
-            yield from self._end(g, turn, count, item, stored)
-            stored = yield from self._stores(item)
+            stored = yield from self._end(g, turn, count, item, stored)
 
-    def _tile(self, g: int, count: int, trip: int, item: KeysItem, stored: Signal | None) -> StoringRole:
+    def _tile(self, g: int, count: int, trip: int, turn: int, item: KeysItem, stored: Signal | None) -> StoringRole:
         """S and dQ of the tile before; P; dP; dV; dS; dK. Returns the store of dQ, if there was one."""
         sm, work = self.sm, self.work
         sent: Signal | None = None
@@ -337,6 +335,7 @@ class Keys(HandOut):
         if work.parked:
             yield self.ds_empty.wait(count - 2)
             yield from sm.touch(ROWS * ROWS * BYTES)
+        yield self.v_full.wait(turn)
         dp = self._half(g)
         yield from _read(stored)
         yield sm.meet()
@@ -379,30 +378,29 @@ class Keys(HandOut):
         yield sm.meet()
         return sm.store(size, item.sum_miss)
 
-    def _end(self, g: int, turn: int, count: int, item: KeysItem, stored: Signal | None) -> Role:
-        """The last dQ of an item, and the hand-over to the next."""
+    def _end(self, g: int, turn: int, count: int, item: KeysItem, stored: Signal | None) -> StoringRole:
+        """The last dQ of an item, dV and dK, all through one buffer, and the hand-over to the next."""
+        self.v_empty.arrive(turn)
         yield self.ds_full.wait(count - 1)
         dq = self._half(g)
-        yield from _read(stored)
+        stored = yield from self._store(item, stored)
         yield dq
         self.ds_empty.arrive(count - 1)
-        self.keys_empty.arrive(turn)
-        yield from self._send(item)
         self.item_empty.arrive(turn)
         yield from self._read_item(turn + 1)
+        yield from _read(stored)
+        stored = yield from self._send(item)
+        return (yield from self._store(item, stored))
 
-    def _stores(self, item: KeysItem) -> StoringRole:
-        """DV and dK, through one buffer."""
+    def _store(self, item: KeysItem, stored: Signal | None) -> StoringRole:
+        """DV or dK."""
         sm, size = self.sm, ROWS * DIM * BYTES
-        stored: Signal | None = None
-        for _ in range(2):
-            yield from _read(stored)
-            yield from sm.compute(self.work.rounding)
-            yield from sm.touch(size)
-            yield sm.fence()
-            yield sm.meet()
-            stored = sm.store(size, item.kv_miss)
-        return stored
+        yield from _read(stored)
+        yield from sm.compute(self.work.rounding)
+        yield from sm.touch(size)
+        yield sm.fence()
+        yield sm.meet()
+        return sm.store(size, item.kv_miss)
 
 
 # --- Backward of broadcast-Q ---

@@ -59,22 +59,22 @@ def test_a_deterministic_call_has_two_kernels_that_spill_nothing(wanted):
     assert not violations, "\n".join(violations)
 
 
-# The most bytes spilled, stored and loaded, by all three roles. At head dim 128 the full softmax spills only outside
-# its loop over queries; at 64 it is the load role, with its 24 registers, that spills.
+# The most bytes spilled, stored and loaded, by all three roles. The full softmax spills only outside its loop over
+# queries.
 CONFIGURATIONS = [
-    (_main("D128"), 48),
-    (_main("D128, int32 offsets", offsets="i32"), 160),
-    (_main("D128, fp16", dtype="fp16"), 256),
+    (_main("D128"), 96),
+    (_main("D128, int32 offsets", offsets="i32"), 96),
+    (_main("D128, fp16", dtype="fp16"), 96),
     (_main("D128, causal", mask=Causal()), 320),
-    (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 480),
-    (_main("D128, blocks", mask=BlockDiagonal(64)), 480),
+    (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 400),
+    (_main("D128, blocks", mask=BlockDiagonal(64)), 400),
     (_main("D128, grouped", group=4), 48),
     (_main("D128, fast_gelu", act="fast_gelu"), 320),
-    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 640),
+    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 400),
     (_main("D64", dim=64), 0),
     (_main("D64, fp16, causal", dim=64, dtype="fp16", mask=Causal()), 0),
-    (_main("D64, fast_gelu", dim=64, act="fast_gelu"), 64),
-    (_main("D64, gelu, window", dim=64, act="gelu", mask=SlidingWindow(100, 20)), 64),
+    (_main("D64, fast_gelu", dim=64, act="fast_gelu"), 0),
+    (_main("D64, gelu, window", dim=64, act="gelu", mask=SlidingWindow(100, 20)), 0),
 ]
 
 

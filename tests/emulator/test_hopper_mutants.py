@@ -77,8 +77,6 @@ EQUIVALENT = {
     "backward | wait dropped | _gradients: barrier_wait(ds_empty) #0": _IMPLIED,
     "backward | wait dropped | _gradients: barrier_wait(ds_empty) #1": _IMPLIED,
     "backward | arrival too early | _gradients: barrier_arrive(ds_empty) #1": _IMPLIED,
-    "backward | arrival too early | _gradients: barrier_arrive(keys_empty) #0": "two arrivals change places",
-    "backward | arrival too early | _gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
     "broadcast-Q, 64 | named barrier dropped | _take_turns: named_barrier_wait() #0": _ONE_ACTOR,
     "broadcast-Q, 64 | named barrier dropped | _store: named_barrier_wait(name) #0": _ONE_ACTOR,
     "broadcast-Q, 128 | named barrier dropped | _take_halves: named_barrier_wait() #4": _ONE_ACTOR,

@@ -45,9 +45,9 @@ def _take(number, turn, hand_out, where, C: tl.constexpr):
 def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads,
           C: tl.constexpr):  # fmt: skip
     """Hand out the items, each looked up while the one before it is loaded, and bring their tiles."""
-    q_tiles, do_tiles, k_tile, v_tile = tiles
+    q_tiles, do_tiles, k_tiles, v_tile = tiles
     lse_rows, delta_rows = rows
-    q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
+    q_full, do_full, tile_empty, k_full, v_full, v_empty = loads
     SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = C.rows * (ROW_BYTES + (4 if SOFTMAX else 0))
@@ -75,15 +75,17 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, 
             if SOFTMAX:
                 tlx.async_load(stats, lse_rows[buf], bulk=True, barrier=q_full[buf])
             if trip == 0:
-                tlx.barrier_wait(keys_empty[0], (turn & 1) ^ 1)
-                tlx.barrier_expect_bytes(k_full[0], C.keys * ROW_BYTES)
-                tlx.async_descriptor_load(desc_k, k_tile[0], at_kv, k_full[0])
+                # Its buffer is free: this item was handed out when both groups were done with the one two before it.
+                k_buf = turn % 2
+                tlx.barrier_expect_bytes(k_full[k_buf], C.keys * ROW_BYTES)
+                tlx.async_descriptor_load(desc_k, k_tiles[k_buf], at_kv, k_full[k_buf])
             at = ragged(start_q, len_q, first_query, head * C.dim)
             tlx.barrier_expect_bytes(do_full[buf], TILE_BYTES)
             tlx.async_descriptor_load(desc_do, do_tiles[buf], at, do_full[buf])
             if SOFTMAX:
                 tlx.async_load(stats + C.rows, delta_rows[buf], bulk=True, barrier=do_full[buf])
             if trip == 0:
+                tlx.barrier_wait(v_empty[0], (turn & 1) ^ 1)
                 tlx.barrier_expect_bytes(v_full[0], C.keys * ROW_BYTES)
                 tlx.async_descriptor_load(desc_v, v_tile[0], at_kv, v_full[0])
             if trip == tl.minimum(C.group * n - 1, 1):
@@ -139,10 +141,10 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     exponentials, so that neither waits for the other's dS.
     """
     slots, item_full, item_empty = hand_out
-    q_tiles, do_tiles, k_tile, v_tile = tiles
+    q_tiles, do_tiles, k_tiles, v_tile = tiles
     lse_rows, delta_rows = rows
     ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty = exchange
-    q_full, do_full, tile_empty, k_full, v_full, keys_empty = loads
+    q_full, do_full, tile_empty, k_full, v_full, v_empty = loads
     HALF: tl.constexpr = C.keys // 2
     COLUMNS: tl.constexpr = C.dim // 2
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
@@ -159,8 +161,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
             seen = query_ranges(first_key + g * HALF, len_q, len_kv, HALF, C.mask)
         dk = tl.zeros([HALF, C.dim], tl.float32)
         dv = tl.zeros([HALF, C.dim], tl.float32)
-        tlx.barrier_wait(k_full[0], turn & 1)
-        tlx.barrier_wait(v_full[0], turn & 1)
+        k_buf, k_phase = ring(turn, 2)
+        tlx.barrier_wait(k_full[k_buf], k_phase)
         for trip in tl.range(0, C.group * n, disable_licm=True):
             buf, phase = ring(count, C.stages)
             ds_buf, ds_phase = ring(count, C.ds_stages)
@@ -168,13 +170,15 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
             # its own costs the compiler 750 bytes of spills and all overlap.
             last_buf = (count + C.ds_stages - 1) % C.ds_stages
             tlx.barrier_wait(q_full[buf], phase)
-            s = tlx.async_dot(tlx.local_slice(k_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
+            s = tlx.async_dot(
+                tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf])
+            )
             if C.sums:
                 if trip > 0:
                     tlx.barrier_wait(ds_full[last_buf], ((count - 1) // C.ds_stages) & 1)
                 dq = tlx.async_dot(
                     tlx.local_trans(ds_tiles[last_buf]),
-                    tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS]),
+                    tlx.local_slice(k_tiles[k_buf], [0, g * COLUMNS], [C.keys, COLUMNS]),
                 )
                 s = tlx.async_dot_wait(1, s)
             else:
@@ -191,6 +195,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
                     tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
                 tlx.local_store(own_ds, factor)
             tlx.barrier_wait(do_full[buf], phase)
+            # Of the item: after its first tile it is not waited for.
+            tlx.barrier_wait(v_full[0], turn & 1)
             dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
             if C.sums:
                 tlx.async_descriptor_store_wait(0)
@@ -220,35 +226,36 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
             tlx.barrier_arrive(tile_empty[buf], 1)
             count += 1
 
+        tlx.barrier_arrive(v_empty[0], 1)
         # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
         start_kv, len_kv, first_key = receive_keys(slots, turn)
+        at = ragged(start_kv, len_kv, first_key + g * HALF, kv_head * C.dim)
         if C.sums:
             last_buf, last_phase = ring(count - 1, C.ds_stages)
             tlx.barrier_wait(ds_full[last_buf], last_phase)
             dq_end = tlx.async_dot(
-                tlx.local_trans(ds_tiles[last_buf]), tlx.local_slice(k_tile[0], [0, g * COLUMNS], [C.keys, COLUMNS])
+                tlx.local_trans(ds_tiles[last_buf]),
+                tlx.local_slice(k_tiles[k_buf], [0, g * COLUMNS], [C.keys, COLUMNS]),
             )
-            tlx.async_descriptor_store_wait(0)
+        # Everything leaves through one buffer: what went before has been read from it.
+        tlx.async_descriptor_store_wait(0)
+        tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
+        tlx.fence("async_shared")
+        tlx.async_descriptor_store(desc_dv, out_tiles[g], at)
+        if C.sums:
             dq_end = tlx.async_dot_wait(0, dq_end)
             tlx.barrier_arrive(ds_empty[last_buf], 1)
-            tlx.barrier_arrive(keys_empty[0], 1)
-            _add_dq(
-                desc_sum, dq_tiles, dq_end, rows_dq, len_q, query_head(C.group * n - 1, kv_head, n, C.group),
-                begin + (n - 1) * C.rows, g, C.dim,
-            )  # fmt: skip
-        else:
-            tlx.barrier_arrive(keys_empty[0], 1)
-            tlx.async_descriptor_store_wait(0)
-
         # The next item arrives under the stores of this one, whose slot is free.
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         turn += 1
         following = receive_queries(slots, item_full, turn)
-        at = ragged(start_kv, len_kv, first_key + g * HALF, kv_head * C.dim)
-        tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
-        tlx.fence("async_shared")
-        tlx.async_descriptor_store(desc_dv, out_tiles[g], at)
         tlx.async_descriptor_store_wait(0)
+        if C.sums:
+            _add_dq(
+                desc_sum, dq_tiles, dq_end, rows_dq, len_q, query_head(C.group * n - 1, kv_head, n, C.group),
+                begin + (n - 1) * C.rows, g, C.dim,
+            )  # fmt: skip
+            tlx.async_descriptor_store_wait(0)
         tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
         tlx.fence("async_shared")
         tlx.async_descriptor_store(desc_dk, out_tiles[g], at)
@@ -272,29 +279,31 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     | q_full, do_full | 1 + bytes | load: Q and lse; dO and delta | both gradient groups |
     | k_full, v_full | 1 + bytes | load, once an item | both gradient groups |
     | tile_empty | 2 × 128 | both groups, after dK, the last product of a tile of Q and dO | load |
-    | keys_empty | 2 × 128 | both groups, after the item's last dQ | load |
+    | v_empty | 2 × 128 | both groups, after the item's last dP | load |
     | ds_full | 2 × 128 | both groups, each with its half of the keys | both groups, before dQ |
     | ds_empty | 2 × 128 | both groups, after dQ | both groups, before they store the next dS |
     | item_full | 1 | load, when the slot holds an item | both groups |
-    | item_empty | 2 | both groups, when the item's last product is done | load |
+    | item_empty | 2 | both groups, when the item's last product is done: its slot and its K are free | load |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
-    k_tile = tlx.local_alloc((C.keys, C.dim), DTYPE, 1)
+    k_tiles = tlx.local_alloc((C.keys, C.dim), DTYPE, 2)
     v_tile = tlx.local_alloc((C.keys, C.dim), DTYPE, 1)
     q_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     ds_tiles = tlx.local_alloc((C.keys, C.rows), DTYPE, C.ds_stages)
     HALF: tl.constexpr = C.dim // 2
-    dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2)
-    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2)
+    # dQ, dV and dK leave through one buffer of each group.
+    way_out = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
+    dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2, reuse=way_out)
+    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2, reuse=way_out)
     lse_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     delta_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     q_full = tlx.alloc_barriers(C.stages)
     tile_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     do_full = tlx.alloc_barriers(C.stages)
-    k_full = tlx.alloc_barriers(1)
-    keys_empty = tlx.alloc_warp_barrier(1, 4, 2)
+    k_full = tlx.alloc_barriers(2)
     v_full = tlx.alloc_barriers(1)
+    v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     ds_full = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     item_full = tlx.alloc_barriers(2)
@@ -304,10 +313,10 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     tlx.fence("async_shared")
     where = (items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)
     hand_out = (slots, item_full, item_empty)
-    tiles = (q_tiles, do_tiles, k_tile, v_tile)
+    tiles = (q_tiles, do_tiles, k_tiles, v_tile)
     rows = (lse_rows, delta_rows)
     exchange = (ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty)
-    loads = (q_full, do_full, tile_empty, k_full, v_full, keys_empty)
+    loads = (q_full, do_full, tile_empty, k_full, v_full, v_empty)
     for_load = (desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads)
     for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
     with tlx.async_tasks():
