@@ -225,6 +225,7 @@ class KeysItem:
         do_miss: likewise for dO.
         sum_miss: bytes of device memory for each byte that is added to the sum of dQ.
         kv_miss: likewise for K and V, dK and dV.
+        seen: the first of the tiles that see keys of each group, and the end of these; ``None``: all do.
     """
 
     tiles: int
@@ -232,6 +233,11 @@ class KeysItem:
     do_miss: float = 1.0
     sum_miss: float = 1.0
     kv_miss: float = 1.0
+    seen: tuple[tuple[int, int], ...] | None = None
+
+    def sees(self, group: int, trip: int) -> bool:
+        """Whether a tile sees any of a group's keys."""
+        return self.seen is None or self.seen[group][0] <= trip < self.seen[group][1]
 
 
 @dataclass(frozen=True)
@@ -275,7 +281,7 @@ class Keys(HandOut):
         self.parts = (DIM * BYTES, FLOAT) if act != "fast_gelu" else (DIM * BYTES,)
         self.q_full, self.do_full = (sm.barrier(len(self.parts)) for _ in range(2))
         self.k_full, self.v_full = sm.barrier(), sm.barrier()
-        self.tile_empty, self.v_empty = sm.barrier(2), sm.barrier(2)
+        self.tile_empty, self.k_empty, self.v_empty = sm.barrier(2), sm.barrier(2), sm.barrier(2)
         self.ds_full, self.ds_empty = sm.barrier(2), sm.barrier(2)
         self.item_full, self.item_empty = sm.barrier(), sm.barrier(2)
 
@@ -294,6 +300,7 @@ class Keys(HandOut):
                 for width in parts:
                     yield from sm.load(ROWS * width, item.q_miss, self.q_full, count)
                 if trip == 0:
+                    yield self.k_empty.wait(turn - 2)
                     yield from sm.load(self.KEYS * DIM * BYTES, item.kv_miss, self.k_full, turn)
                 for width in parts:
                     yield from sm.load(ROWS * width, item.do_miss, self.do_full, count)
@@ -313,10 +320,13 @@ class Keys(HandOut):
         for turn, item in enumerate(self.items):
             yield self.k_full.wait(turn)
             for trip in range(item.tiles):
-                sent = yield from self._tile(g, count + trip, trip, turn, item, stored)
+                tile = self._tile if item.sees(g, trip) else self._pass_by
+                sent = yield from tile(g, count + trip, trip, turn, item, stored)
                 stored = sent or stored
             count += item.tiles
-            stored = yield from self._end(g, turn, count, item, stored)
+            stored = yield from self._end(turn, item, stored)
+        yield from self._dq(g, count, stored)
+        yield from self._send(self.items[-1])
 
     def _tile(self, g: int, count: int, trip: int, turn: int, item: KeysItem, stored: Signal | None) -> StoringRole:
         """S and dQ of the tile before; P; dP; dV; dS; dK. Returns the store of dQ, if there was one."""
@@ -324,7 +334,7 @@ class Keys(HandOut):
         sent: Signal | None = None
         yield self.q_full.wait(count)
         s = self._half(g)
-        if trip:
+        if count:
             yield self.ds_full.wait(count - 1)
             yield sm.meet()
         dq = self._half(g)
@@ -340,12 +350,13 @@ class Keys(HandOut):
         yield from _read(stored)
         yield sm.meet()
         yield dq
-        if trip:
-            self.ds_empty.arrive(count - 1)
-            sent = yield from self._send(item)
+        if count:
+            sent = yield from self._dq_made(count, trip, turn, item)
         yield from sm.compute(work.unpack)
         dv = self._full(g)
         yield dp
+        if trip == item.tiles - 1:
+            self.v_empty.arrive(turn)
         yield from sm.touch_rows(8)
         if work.parked:
             yield sm.meet()
@@ -361,6 +372,41 @@ class Keys(HandOut):
         yield dk
         self.tile_empty.arrive(count)
         return sent
+
+    def _pass_by(self, g: int, count: int, trip: int, turn: int, item: KeysItem, stored: Signal | None) -> StoringRole:
+        """A tile that sees none of the group's keys: dQ of the tile before, and a dS of zeros."""
+        sm = self.sm
+        sent: Signal | None = None
+        yield self.q_full.wait(count)
+        yield self.do_full.wait(count)
+        yield self.v_full.wait(turn)
+        if trip == item.tiles - 1:
+            self.v_empty.arrive(turn)
+        if count:
+            yield from self._dq(g, count, stored)
+            sent = yield from self._dq_made(count, trip, turn, item)
+        yield self.ds_empty.wait(count - 2)
+        yield from sm.touch(ROWS * ROWS * BYTES)
+        yield sm.fence()
+        self.ds_full.arrive(count)
+        self.tile_empty.arrive(count)
+        return sent
+
+    def _dq(self, g: int, count: int, stored: Signal | None) -> Role:
+        """The dQ of the tile before by itself."""
+        yield self.ds_full.wait(count - 1)
+        yield self.sm.meet()
+        dq = self._half(g)
+        yield from _read(stored)
+        yield self.sm.meet()
+        yield dq
+
+    def _dq_made(self, count: int, trip: int, turn: int, item: KeysItem) -> StoringRole:
+        """What is free with the dQ of the tile before, K too if that was an item's last; and the dQ's way out."""
+        self.ds_empty.arrive(count - 1)
+        if trip == 0:
+            self.k_empty.arrive(turn - 1)
+        return (yield from self._send(item))
 
     def _half(self, g: int) -> Signal:
         """S, dP: 64 keys by 64 queries over D; dQ: 64 queries by D / 2 over all keys. Both from shared memory."""
@@ -378,18 +424,11 @@ class Keys(HandOut):
         yield sm.meet()
         return sm.store(size, item.sum_miss)
 
-    def _end(self, g: int, turn: int, count: int, item: KeysItem, stored: Signal | None) -> StoringRole:
-        """The last dQ of an item, dV and dK, all through one buffer, and the hand-over to the next."""
-        self.v_empty.arrive(turn)
-        yield self.ds_full.wait(count - 1)
-        dq = self._half(g)
-        stored = yield from self._store(item, stored)
-        yield dq
-        self.ds_empty.arrive(count - 1)
+    def _end(self, turn: int, item: KeysItem, stored: Signal | None) -> StoringRole:
+        """DV and dK, through the buffer of dQ, and the hand-over to the next item."""
         self.item_empty.arrive(turn)
         yield from self._read_item(turn + 1)
-        yield from _read(stored)
-        stored = yield from self._send(item)
+        stored = yield from self._store(item, stored)
         return (yield from self._store(item, stored))
 
     def _store(self, item: KeysItem, stored: Signal | None) -> StoringRole:

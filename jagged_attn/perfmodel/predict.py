@@ -9,6 +9,7 @@ of the kernels: longest first, to whichever CTA is free.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -249,8 +250,11 @@ def _seen_blocks(
     return found
 
 
-def keys_items(workload: Workload, lengths: Lengths, rows: int = ROWS) -> list[KeysItem]:
-    """The items of one head where keys stay, in order; ``rows`` of a tile of queries."""
+def keys_items(workload: Workload, lengths: Lengths, rows: int = ROWS, groups: bool = False) -> list[KeysItem]:
+    """The items of one head where keys stay, in order; ``rows`` of a tile of queries.
+
+    With ``groups`` the items say which tiles see keys of each group, for kernels that leave the others out.
+    """
     shared = workload.kind == "broadcast_q"
     kv_fill, q_fill = filled(lengths.kv, Keys.KEYS), filled(lengths.q, rows)
     items = []
@@ -259,8 +263,28 @@ def keys_items(workload: Workload, lengths: Lengths, rows: int = ROWS) -> list[K
         # Every tile of queries comes from memory once, and from the cache for the other tiles of keys. Its sum is read
         # and written once.
         miss = min(-(-len_q // rows) / sum(tiles), 1.0) * q_fill
-        items += [KeysItem(n, 0.0 if shared else miss, miss, 0.0 if shared else 2 * miss, kv_fill) for n in tiles]
+        q_miss, sum_miss = (0.0, 0.0) if shared else (miss, 2 * miss)
+        for first, n in zip(range(0, len_kv, Keys.KEYS), tiles, strict=True):
+            seen = _seen_by_groups(workload, first, len_q, len_kv, rows) if groups else None
+            items.append(KeysItem(n, q_miss, miss, sum_miss, kv_fill, seen))
     return items
+
+
+def _seen_by_groups(
+    workload: Workload, first: int, len_q: int, len_kv: int, rows: int
+) -> tuple[tuple[int, int], ...] | None:
+    """``KeysItem.seen`` of the tile of keys that begins with ``first``."""
+    half = Keys.KEYS // 2
+    if workload.mask == Full():
+        return None if first + half < len_kv else ((0, sys.maxsize), (0, 0))
+    firsts = [first, min(first + half, len_kv - 1)]
+    lasts = [min(low + half, len_kv) - 1 for low in firsts]
+    los = [lo for lo, _ in _keys_of(workload, firsts, len_kv, len_q)]
+    ends = [end for _, end in _keys_of(workload, lasts, len_kv, len_q)]
+    if first + half >= len_kv:
+        ends[1] = 0
+    begin = los[0] // rows
+    return tuple((lo // rows - begin, -(-end // rows) - begin) for lo, end in zip(los, ends, strict=True))
 
 
 def _query_tiles(workload: Workload, firsts: range, len_q: int, len_kv: int, rows: int) -> list[int]:
@@ -305,7 +329,7 @@ def predict_backward(machine: Machine, workload: Workload, lengths: Lengths) -> 
     if shared is not None and shared <= 2 * ROWS:
         return _broadcast_q_backward(machine, workload, lengths, shared)
     kind = workload.activation if workload.mask == Full() else "masked"
-    items = keys_items(workload, lengths)
+    items = keys_items(workload, lengths, groups=True)
     times = {item: _keys_time(machine, kind, item) for item in set(items)}
     around = around_keys(machine, workload, lengths)
     return all_heads(machine, [times[item] for item in items], workload.num_heads, machine.processors, around)

@@ -59,18 +59,17 @@ def test_a_deterministic_call_has_two_kernels_that_spill_nothing(wanted):
     assert not violations, "\n".join(violations)
 
 
-# The most bytes spilled, stored and loaded, by all three roles. The full softmax spills only outside its loop over
-# queries.
+# The most bytes spilled, stored and loaded, by all three roles.
 CONFIGURATIONS = [
-    (_main("D128"), 96),
-    (_main("D128, int32 offsets", offsets="i32"), 96),
-    (_main("D128, fp16", dtype="fp16"), 96),
-    (_main("D128, causal", mask=Causal()), 320),
-    (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 400),
-    (_main("D128, blocks", mask=BlockDiagonal(64)), 400),
-    (_main("D128, grouped", group=4), 48),
-    (_main("D128, fast_gelu", act="fast_gelu"), 320),
-    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 400),
+    (_main("D128"), 16),
+    (_main("D128, int32 offsets", offsets="i32"), 16),
+    (_main("D128, fp16", dtype="fp16"), 0),
+    (_main("D128, causal", mask=Causal()), 32),
+    (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 32),
+    (_main("D128, blocks", mask=BlockDiagonal(64)), 32),
+    (_main("D128, grouped", group=4), 0),
+    (_main("D128, fast_gelu", act="fast_gelu"), 80),
+    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 0),
     (_main("D64", dim=64), 0),
     (_main("D64, fp16, causal", dim=64, dtype="fp16", mask=Causal()), 0),
     (_main("D64, fast_gelu", dim=64, act="fast_gelu"), 0),
@@ -90,20 +89,20 @@ def test_the_gradients_pass_their_gate(wanted, spills):
     assert not gate.violations(found), "\n".join(gate.violations(found))
 
 
-@pytest.mark.parametrize("name", ["D128", "D128, causal", "D128, fast_gelu"])
+@pytest.mark.parametrize("name", [c.name for c, _ in CONFIGURATIONS])
 def test_the_warps_of_a_group_meet_around_each_tma_store(name):
     # The source has no barrier there: it relies on those that the compiler puts between the threads that write a
     # buffer and the one that hands it to TMA, and after that one has waited for TMA to have read it.
     kinds = {
-        "write": r"st\.shared\.v2|stmatrix",
+        "write": r"st\.shared\.v\d|stmatrix",
         "meet": r"bar\.sync",
         "store": r"cp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global",
         "read": r"cp\.async\.bulk\.wait_group\.read",
     }
     pattern = "|".join(f"(?P<{kind}>{regex})" for kind, regex in kinds.items())
     events = [match.lastgroup for match in re.finditer(pattern, _compiled(name).ptx)]
-    # Both groups: two reductions, dV and dK.
-    assert events.count("store") == 8
+    # Both groups: dV, dK; reductions in the loop and after the last item; where tiles are passed by, by one or both.
+    assert events.count("store") == (10 if any(mask in name for mask in ("causal", "window", "blocks")) else 9)
     for i, event in enumerate(events):
         if event == "store":
             assert next(e for e in reversed(events[:i]) if e != "store") == "meet"

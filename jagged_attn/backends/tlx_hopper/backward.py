@@ -25,7 +25,7 @@ from .._jit.backward_rows import (
     receive_queries,
 )  # fmt: skip
 from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
-from .._jit.scores import LOG2E, activate, derivative, mask_kind
+from .._jit.scores import LOG2E, activate, derivative, mask_kind, query_range
 from .._jit.tlx import tlx
 
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
@@ -47,7 +47,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, 
     """Hand out the items, each looked up while the one before it is loaded, and bring their tiles."""
     q_tiles, do_tiles, k_tiles, v_tile = tiles
     lse_rows, delta_rows = rows
-    q_full, do_full, tile_empty, k_full, v_full, v_empty = loads
+    q_full, do_full, tile_empty, k_full, k_empty, v_full, v_empty = loads
     SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = C.rows * (ROW_BYTES + (4 if SOFTMAX else 0))
@@ -75,8 +75,8 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, 
             if SOFTMAX:
                 tlx.async_load(stats, lse_rows[buf], bulk=True, barrier=q_full[buf])
             if trip == 0:
-                # Its buffer is free: this item was handed out when both groups were done with the one two before it.
-                k_buf = turn % 2
+                k_buf, k_phase = ring(turn, 2)
+                tlx.barrier_wait(k_empty[k_buf], k_phase ^ 1)
                 tlx.barrier_expect_bytes(k_full[k_buf], C.keys * ROW_BYTES)
                 tlx.async_descriptor_load(desc_k, k_tiles[k_buf], at_kv, k_full[k_buf])
             at = ragged(start_q, len_q, first_query, head * C.dim)
@@ -103,7 +103,7 @@ def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.co
     They are rounded here, not where they are used, for the registers. Keys and queries past the end are not masked:
     they are rows of zeros, whose scores of 0 give finite numbers, to be multiplied by such a row or not to be stored.
     """
-    query_lo, query_hi, all_lo, all_hi = seen
+    query_lo, query_hi, all_lo, all_hi = seen[0], seen[1], seen[2], seen[3]
     if C.act == "softmax":
         # The score of a row of zeros may exceed the lse by far: the minimum keeps it finite.
         p = tl.exp2(tl.minimum(s * (scale * LOG2E) - lse_row[None, :], 0.0))
@@ -124,12 +124,166 @@ def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _add_dq(desc_sum, dq_tiles, dq, start_q, len_q, head, first_query, g: tl.constexpr, D: tl.constexpr):
-    """Add this group's columns of a query tile's dQ to the sum in global memory."""
+def _add_dq(desc_sum, dq_tiles, dq, where, g: tl.constexpr, D: tl.constexpr):
+    """Add this group's columns of a query tile's dQ to the sum in global memory; ``where`` is from ``_where``."""
     tlx.local_store(dq_tiles[g], dq)
     tlx.fence("async_shared")
-    c0, c1, c2, c3 = ragged(start_q, len_q, first_query, head * D + g * (D // 2))
-    tlx.async_descriptor_store(desc_sum, dq_tiles[g], [c0, c1, c2, c3], store_reduce="add")
+    at = [where[0], where[1], where[2], where[3] + g * (D // 2)]
+    tlx.async_descriptor_store(desc_sum, dq_tiles[g], at, store_reduce="add")
+
+
+@triton.jit
+def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE: tl.constexpr,
+          C: tl.constexpr):  # fmt: skip
+    """A tile of queries: its share of dK and dV, and dS; and under that the dQ of the tile before, ``last``."""
+    trip, trips, count, turn = step
+    tiles, rows, exchange, loads = memory
+    q_tiles, do_tiles, k_tiles, v_tile = tiles
+    lse_rows, delta_rows = rows
+    ds_tiles, dq_tiles, _, ds_full, ds_empty = exchange
+    q_full, do_full, tile_empty, _, k_empty, v_full, v_empty = loads
+    HALF: tl.constexpr = C.keys // 2
+    COLUMNS: tl.constexpr = C.dim // 2
+    # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
+    PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
+    buf, phase = ring(count, C.stages)
+    ds_buf, ds_phase = ring(count, C.ds_stages)
+    k_buf = turn % 2
+    # Before a CTA's first tile there is none: this product of zeros is made and dropped.
+    last_buf, last_phase = ring(count + (C.ds_stages - 1), C.ds_stages)
+    tlx.barrier_wait(q_full[buf], phase)
+    s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
+    if C.sums:
+        if count > 0:
+            tlx.barrier_wait(ds_full[last_buf], last_phase ^ 1)
+        dq = tlx.async_dot(
+            tlx.local_trans(ds_tiles[last_buf]),
+            tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS]),
+        )
+        s = tlx.async_dot_wait(1, s)
+    else:
+        s = tlx.async_dot_wait(0, s)
+    if C.act == "softmax":
+        lse_row = tlx.local_load(lse_rows[buf])
+    else:
+        lse_row = tl.zeros([C.rows], tl.float32)
+    p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
+    own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
+    if PARK:
+        if C.sums:
+            tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+        tlx.local_store(own_ds, factor)
+    tlx.barrier_wait(do_full[buf], phase)
+    # Of the item: after its first tile it is not waited for.
+    tlx.barrier_wait(v_full[0], turn & 1)
+    dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
+    if C.sums:
+        tlx.async_descriptor_store_wait(0)
+        dq = tlx.async_dot_wait(1, dq)
+        if count > 0:
+            tlx.barrier_arrive(ds_empty[last_buf], 1)
+            if trip == 0:
+                tlx.barrier_arrive(k_empty[last[4]], 1)
+            _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
+    dv = tlx.async_dot(p, do_tiles[buf], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    if trip == trips - 1:
+        tlx.barrier_arrive(v_empty[0], 1)
+    if C.act == "softmax":
+        dp -= tlx.local_load(delta_rows[buf])[None, :]
+    if PARK:
+        factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
+    ds = (factor.to(tl.float32) * dp).to(DTYPE)
+    if C.sums:
+        if not PARK:
+            tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+        tlx.local_store(own_ds, ds)
+        tlx.fence("async_shared")
+        tlx.barrier_arrive(ds_full[ds_buf], 1)
+    dk = tlx.async_dot(ds, q_tiles[buf], dk)
+    dv = tlx.async_dot_wait(1, dv)
+    dk = tlx.async_dot_wait(0, dk)
+    tlx.barrier_arrive(tile_empty[buf], 1)
+    return dk, dv
+
+
+@triton.jit
+def _dq_of(g: tl.constexpr, count, last, desc_sum, memory, C: tl.constexpr):
+    """The dQ of the tile before the ``count``-th, by itself."""
+    k_tiles = memory[0][2]
+    ds_tiles, dq_tiles, _, ds_full, ds_empty = memory[2]
+    COLUMNS: tl.constexpr = C.dim // 2
+    buf, phase = ring(count + (C.ds_stages - 1), C.ds_stages)
+    tlx.barrier_wait(ds_full[buf], phase ^ 1)
+    dq = tlx.async_dot(
+        tlx.local_trans(ds_tiles[buf]), tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS])
+    )
+    tlx.async_descriptor_store_wait(0)
+    dq = tlx.async_dot_wait(0, dq)
+    tlx.barrier_arrive(ds_empty[buf], 1)
+    _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
+
+
+@triton.jit
+def _pass_by(g: tl.constexpr, step, last, desc_sum, memory, DTYPE: tl.constexpr, C: tl.constexpr):
+    """What ``_tile`` does for the other group, and the dQ of the tile before, by one whose keys no query of it sees."""
+    trip, trips, count, turn = step
+    _, _, exchange, loads = memory
+    ds_tiles, _, _, ds_full, ds_empty = exchange
+    q_full, do_full, tile_empty, _, k_empty, v_full, v_empty = loads
+    HALF: tl.constexpr = C.keys // 2
+    buf, phase = ring(count, C.stages)
+    tlx.barrier_wait(q_full[buf], phase)
+    tlx.barrier_wait(do_full[buf], phase)
+    tlx.barrier_wait(v_full[0], turn & 1)
+    if trip == trips - 1:
+        tlx.barrier_arrive(v_empty[0], 1)
+    if C.sums:
+        ds_buf, ds_phase = ring(count, C.ds_stages)
+        if count > 0:
+            _dq_of(g, count, last, desc_sum, memory, C)
+            if trip == 0:
+                tlx.barrier_arrive(k_empty[last[4]], 1)
+        tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+        own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
+        tlx.local_store(own_ds, tl.zeros([HALF, C.rows], DTYPE))
+        tlx.fence("async_shared")
+        tlx.barrier_arrive(ds_full[ds_buf], 1)
+    tlx.barrier_arrive(tile_empty[buf], 1)
+
+
+@triton.jit
+def _where(trip, turn, item, C: tl.constexpr):
+    """Where the dQ of a tile of queries belongs, in coordinates of the sum, and the buffer of its keys."""
+    kv_head, len_q, begin, n, rows_dq = item
+    head = query_head(trip, kv_head, n, C.group)
+    c0, c1, c2, c3 = ragged(rows_dq, len_q, first_query_of(trip, begin, n, C.group, C.rows), head * C.dim)
+    return c0, c1, c2, c3, turn % 2
+
+
+@triton.jit
+def _tiles(g: tl.constexpr, count, turn, seen, item, last, scale, desc_sum, memory, DTYPE: tl.constexpr,
+           C: tl.constexpr):  # fmt: skip
+    """dK and dV of an item, from all tiles of queries; those that see none of the group's keys it passes by.
+
+    Returns:
+        dK; dV; where the last tile's dQ belongs.
+    """
+    begin, n = item[2], item[3]
+    dk = tl.zeros([C.keys // 2, C.dim], tl.float32)
+    dv = tl.zeros([C.keys // 2, C.dim], tl.float32)
+    for trip in tl.range(0, C.group * n, disable_licm=True):
+        step = (trip, C.group * n, count + trip, turn)
+        first_query = first_query_of(trip, begin, n, C.group, C.rows)
+        if mask_kind(C.mask) == "full":
+            dk, dv = _tile(g, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE, C)
+        else:
+            if (first_query < seen[5]) & (first_query + C.rows > seen[4]):
+                dk, dv = _tile(g, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE, C)
+            else:
+                _pass_by(g, step, last, desc_sum, memory, DTYPE, C)
+        last = _where(trip, turn, item, C)
+    return dk, dv, last
 
 
 @triton.jit
@@ -138,128 +292,70 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
-    exponentials, so that neither waits for the other's dS.
+    exponentials, so that neither waits for the other's dS; that of an item's last tile under the next item's first.
     """
     slots, item_full, item_empty = hand_out
-    q_tiles, do_tiles, k_tiles, v_tile = tiles
-    lse_rows, delta_rows = rows
-    ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty = exchange
-    q_full, do_full, tile_empty, k_full, v_full, v_empty = loads
+    memory = (tiles, rows, exchange, loads)
+    out_tiles = exchange[2]
+    k_full, k_empty = loads[3], loads[4]
     HALF: tl.constexpr = C.keys // 2
-    COLUMNS: tl.constexpr = C.dim // 2
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
-    # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
-    PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
     count = 0
     turn = 0
     kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
+    start_kv, len_kv, first_key = receive_keys(slots, turn)
+    # Nobody's: it is dropped.
+    last = _where(0, 0, (kv_head, len_q, begin, tl.maximum(n, 1), start_q), C)
     while n > 0:
         rows_dq = tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
-        seen = (tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0)
+        seen = (tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0, 0, 0)
         if mask_kind(C.mask) != "full":
-            _, len_kv, first_key = receive_keys(slots, turn)
-            seen = query_ranges(first_key + g * HALF, len_q, len_kv, HALF, C.mask)
-        dk = tl.zeros([HALF, C.dim], tl.float32)
-        dv = tl.zeros([HALF, C.dim], tl.float32)
+            own_key = first_key + g * HALF
+            any_lo = query_range(own_key, len_q, len_kv, C.mask)[0]
+            any_hi = query_range(tl.minimum(own_key + HALF, len_kv) - 1, len_q, len_kv, C.mask)[1]
+            any_hi = tl.where(own_key < len_kv, any_hi, 0)
+            lo, hi, all_lo, all_hi = query_ranges(own_key, len_q, len_kv, HALF, C.mask)
+            seen = (lo, hi, all_lo, all_hi, any_lo, any_hi)
         k_buf, k_phase = ring(turn, 2)
         tlx.barrier_wait(k_full[k_buf], k_phase)
-        for trip in tl.range(0, C.group * n, disable_licm=True):
-            buf, phase = ring(count, C.stages)
-            ds_buf, ds_phase = ring(count, C.ds_stages)
-            # At the first query tile this is a dS of before. The product is made and dropped: a first iteration of
-            # its own costs the compiler 750 bytes of spills and all overlap.
-            last_buf = (count + C.ds_stages - 1) % C.ds_stages
-            tlx.barrier_wait(q_full[buf], phase)
-            s = tlx.async_dot(
-                tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf])
-            )
-            if C.sums:
-                if trip > 0:
-                    tlx.barrier_wait(ds_full[last_buf], ((count - 1) // C.ds_stages) & 1)
-                dq = tlx.async_dot(
-                    tlx.local_trans(ds_tiles[last_buf]),
-                    tlx.local_slice(k_tiles[k_buf], [0, g * COLUMNS], [C.keys, COLUMNS]),
-                )
-                s = tlx.async_dot_wait(1, s)
+        item = (kv_head, len_q, begin, n, rows_dq)
+        if g == 0 or mask_kind(C.mask) != "full":
+            dk, dv, last = _tiles(g, count, turn, seen, item, last, scale, desc_sum, memory, DTYPE, C)
+        else:
+            # A loop of its own: a test in the other one would cost it registers.
+            if first_key + HALF < len_kv:
+                dk, dv, last = _tiles(g, count, turn, seen, item, last, scale, desc_sum, memory, DTYPE, C)
             else:
-                s = tlx.async_dot_wait(0, s)
-            if C.act == "softmax":
-                lse_row = tlx.local_load(lse_rows[buf])
-            else:
-                lse_row = tl.zeros([C.rows], tl.float32)
-            first_query = first_query_of(trip, begin, n, C.group, C.rows)
-            p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
-            own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
-            if PARK:
-                if C.sums:
-                    tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-                tlx.local_store(own_ds, factor)
-            tlx.barrier_wait(do_full[buf], phase)
-            # Of the item: after its first tile it is not waited for.
-            tlx.barrier_wait(v_full[0], turn & 1)
-            dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
-            if C.sums:
-                tlx.async_descriptor_store_wait(0)
-                dq = tlx.async_dot_wait(1, dq)
-                if trip > 0:
-                    tlx.barrier_arrive(ds_empty[last_buf], 1)
-                    _add_dq(
-                        desc_sum, dq_tiles, dq, rows_dq, len_q, query_head(trip - 1, kv_head, n, C.group),
-                        first_query_of(trip - 1, begin, n, C.group, C.rows), g, C.dim,
-                    )  # fmt: skip
-            dv = tlx.async_dot(p, do_tiles[buf], dv)
-            dp = tlx.async_dot_wait(1, dp)
-            if C.act == "softmax":
-                dp -= tlx.local_load(delta_rows[buf])[None, :]
-            if PARK:
-                factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
-            ds = (factor.to(tl.float32) * dp).to(DTYPE)
-            if C.sums:
-                if not PARK:
-                    tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-                tlx.local_store(own_ds, ds)
-                tlx.fence("async_shared")
-                tlx.barrier_arrive(ds_full[ds_buf], 1)
-            dk = tlx.async_dot(ds, q_tiles[buf], dk)
-            dv = tlx.async_dot_wait(1, dv)
-            dk = tlx.async_dot_wait(0, dk)
-            tlx.barrier_arrive(tile_empty[buf], 1)
-            count += 1
-
-        tlx.barrier_arrive(v_empty[0], 1)
+                dk = tl.zeros([HALF, C.dim], tl.float32)
+                dv = tl.zeros([HALF, C.dim], tl.float32)
+                for trip in range(C.group * n):
+                    _pass_by(g, (trip, C.group * n, count + trip, turn), last, desc_sum, memory, DTYPE, C)
+                    last = _where(trip, turn, item, C)
+        if not C.sums:
+            tlx.barrier_arrive(k_empty[k_buf], 1)
+        count += C.group * n
         # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
         start_kv, len_kv, first_key = receive_keys(slots, turn)
         at = ragged(start_kv, len_kv, first_key + g * HALF, kv_head * C.dim)
-        if C.sums:
-            last_buf, last_phase = ring(count - 1, C.ds_stages)
-            tlx.barrier_wait(ds_full[last_buf], last_phase)
-            dq_end = tlx.async_dot(
-                tlx.local_trans(ds_tiles[last_buf]),
-                tlx.local_slice(k_tiles[k_buf], [0, g * COLUMNS], [C.keys, COLUMNS]),
-            )
+        # The next item arrives under the stores of this one, whose slot is free.
+        tlx.barrier_arrive(item_empty[turn % 2], 1)
+        turn += 1
+        following = receive_queries(slots, item_full, turn)
+        following_keys = receive_keys(slots, turn)
         # Everything leaves through one buffer: what went before has been read from it.
         tlx.async_descriptor_store_wait(0)
         tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
         tlx.fence("async_shared")
         tlx.async_descriptor_store(desc_dv, out_tiles[g], at)
-        if C.sums:
-            dq_end = tlx.async_dot_wait(0, dq_end)
-            tlx.barrier_arrive(ds_empty[last_buf], 1)
-        # The next item arrives under the stores of this one, whose slot is free.
-        tlx.barrier_arrive(item_empty[turn % 2], 1)
-        turn += 1
-        following = receive_queries(slots, item_full, turn)
         tlx.async_descriptor_store_wait(0)
-        if C.sums:
-            _add_dq(
-                desc_sum, dq_tiles, dq_end, rows_dq, len_q, query_head(C.group * n - 1, kv_head, n, C.group),
-                begin + (n - 1) * C.rows, g, C.dim,
-            )  # fmt: skip
-            tlx.async_descriptor_store_wait(0)
         tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
         tlx.fence("async_shared")
         tlx.async_descriptor_store(desc_dk, out_tiles[g], at)
         kv_head, start_q, len_q, begin, n = following
+        start_kv, len_kv, first_key = following_keys
+    if C.sums:  # noqa: SIM102 - one is decided when this is compiled
+        if count > 0:
+            _dq_of(g, count, last, desc_sum, memory, C)
     tlx.async_descriptor_store_wait(0)
 
 
@@ -279,11 +375,12 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     | q_full, do_full | 1 + bytes | load: Q and lse; dO and delta | both gradient groups |
     | k_full, v_full | 1 + bytes | load, once an item | both gradient groups |
     | tile_empty | 2 × 128 | both groups, after dK, the last product of a tile of Q and dO | load |
+    | k_empty | 2 × 128 | both groups, after the item's last dQ, under the next one's first tile | load |
     | v_empty | 2 × 128 | both groups, after the item's last dP | load |
     | ds_full | 2 × 128 | both groups, each with its half of the keys | both groups, before dQ |
     | ds_empty | 2 × 128 | both groups, after dQ | both groups, before they store the next dS |
     | item_full | 1 | load, when the slot holds an item | both groups |
-    | item_empty | 2 | both groups, when the item's last product is done: its slot and its K are free | load |
+    | item_empty | 2 | both groups, when its slot has been read for the last time | load |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     k_tiles = tlx.local_alloc((C.keys, C.dim), DTYPE, 2)
@@ -302,6 +399,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     tile_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     do_full = tlx.alloc_barriers(C.stages)
     k_full = tlx.alloc_barriers(2)
+    k_empty = tlx.alloc_warp_barrier(2, 4, 2)
     v_full = tlx.alloc_barriers(1)
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     ds_full = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
@@ -316,7 +414,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     tiles = (q_tiles, do_tiles, k_tiles, v_tile)
     rows = (lse_rows, delta_rows)
     exchange = (ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty)
-    loads = (q_full, do_full, tile_empty, k_full, v_full, v_empty)
+    loads = (q_full, do_full, tile_empty, k_full, k_empty, v_full, v_empty)
     for_load = (desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads)
     for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
     with tlx.async_tasks():
