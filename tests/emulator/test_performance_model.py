@@ -61,7 +61,13 @@ RUNS = [Run(1)] * -(-LENGTH // 64)
 # shared queries' tiles, dQ on its way out, and the tile of no rows.
 CASES = {
     "forward": ("self", None, "forward", lambda sm: Forward(sm, CONFIG, "softmax", FORWARD_ITEMS, 0), (0, 0, 0)),
-    "keys": ("self", None, "backward", lambda sm: Keys(sm, "softmax", keys_items(SELF, LENGTHS)), (0, 0, 0)),
+    "keys": (
+        "self",
+        None,
+        "backward",
+        lambda sm: Keys(sm, "softmax", keys_items(SELF, LENGTHS, groups=True)),
+        (0, 0, 0),
+    ),
     "64 queries": ("broadcast_q", 64, "backward", lambda sm: Turns(sm, 64, 4, 3, RUNS), (0, 1, 2)),
     "128 queries": ("broadcast_q", 128, "backward", lambda sm: Halves(sm, RUNS), (6, 6, 4)),
 }
