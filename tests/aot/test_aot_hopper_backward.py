@@ -61,15 +61,15 @@ def test_a_deterministic_call_has_two_kernels_that_spill_nothing(wanted):
 
 # The most bytes spilled, stored and loaded, by all three roles.
 CONFIGURATIONS = [
-    (_main("D128"), 16),
-    (_main("D128, int32 offsets", offsets="i32"), 16),
+    (_main("D128"), 0),
+    (_main("D128, int32 offsets", offsets="i32"), 0),
     (_main("D128, fp16", dtype="fp16"), 0),
     (_main("D128, causal", mask=Causal()), 32),
     (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 32),
     (_main("D128, blocks", mask=BlockDiagonal(64)), 32),
     (_main("D128, grouped", group=4), 0),
     (_main("D128, fast_gelu", act="fast_gelu"), 80),
-    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 0),
+    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 32),
     (_main("D64", dim=64), 0),
     (_main("D64, fp16, causal", dim=64, dtype="fp16", mask=Causal()), 0),
     (_main("D64, fast_gelu", dim=64, act="fast_gelu"), 0),

@@ -174,8 +174,8 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
             tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
         tlx.local_store(own_ds, factor)
     tlx.barrier_wait(do_full[buf], phase)
-    # Of the item: after its first tile it is not waited for.
-    tlx.barrier_wait(v_full[0], turn & 1)
+    if trip == 0:
+        tlx.barrier_wait(v_full[0], turn & 1)
     dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
     if C.sums:
         tlx.async_descriptor_store_wait(0)
@@ -235,7 +235,8 @@ def _pass_by(g: tl.constexpr, step, last, desc_sum, memory, DTYPE: tl.constexpr,
     buf, phase = ring(count, C.stages)
     tlx.barrier_wait(q_full[buf], phase)
     tlx.barrier_wait(do_full[buf], phase)
-    tlx.barrier_wait(v_full[0], turn & 1)
+    if trip == 0:
+        tlx.barrier_wait(v_full[0], turn & 1)
     if trip == trips - 1:
         tlx.barrier_arrive(v_empty[0], 1)
     if C.sums:
