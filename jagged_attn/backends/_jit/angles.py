@@ -7,17 +7,11 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from .prepared import PreparedKernel
 
 # Angles that a program holds at a time: 8 a thread.
 _ANGLES = 1024
-
-if knobs.runtime.interpret:
-    from . import interpreter
-
-    interpreter.repair()
 
 
 @triton.jit

@@ -16,6 +16,12 @@ from .launchers import launcher_of
 _ALIGNMENT = 16
 _NARROW = 2**31
 
+if knobs.runtime.interpret:
+    # Every kernel of ours is launched from here.
+    from . import interpreter
+
+    interpreter.repair()
+
 
 class PreparedKernel:
     """One Triton kernel and the constants of one kind of call.

@@ -6,17 +6,11 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from .prepared import PreparedKernel
 
 # Pairs that a program holds at a time, a row's cosines and sines among them: 8 a thread, loads of 16 bytes in bf16.
 _PAIRS = 1024
-
-if knobs.runtime.interpret:
-    from . import interpreter
-
-    interpreter.repair()
 
 
 @triton.jit(do_not_specialize=["total_rows", "num_heads"])

@@ -30,11 +30,6 @@ _MAX_ROUNDS = 2
 # Tiles have at most 256 rows: offsets within one fit into 31 bits below this row stride.
 _WIDE_STRIDE = 2**23
 
-if capability.is_interpreted():
-    from .._jit import interpreter
-
-    interpreter.repair()
-
 _reduce = PreparedKernel(reduce_parts, {"PARTS": 32, "BLOCK": _REDUCE_BLOCK}, {"num_warps": 4})
 
 
