@@ -92,6 +92,10 @@ class Batch:
     timestamps: dict[str, Tensor]
     labels: Tensor
 
+    def packed(self) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Tokens, values, offsets, timestamps: the arguments of a ``Ranker``."""
+        return self.tokens, self.values, self.offsets, self.timestamps
+
     def padded(self) -> dict[str, PaddedEvents]:
         """The events padded to the batch's longest; waits for the device."""
         events = {}
@@ -239,10 +243,6 @@ def _leaves(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
     return (part.rows if isinstance(part, PaddedEvents) else part for part in parts)
 
 
-def _jagged_form(batch: Batch) -> tuple[Any, ...]:
-    return batch.tokens, batch.values, batch.offsets, batch.timestamps
-
-
 def _padded_form(batch: Batch) -> tuple[Any, ...]:
     return batch.tokens, batch.padded()
 
@@ -259,7 +259,7 @@ def make_contestant(name: str, ranker: Ranker) -> Contestant:
     model = ranker if kind == "jagged" else PaddedRanker(ranker, "flex" if kind == "padded_flex" else "sdpa")
     # Once for all lengths and batch sizes: compiling for those of the gate first takes minutes more.
     logits = torch.compile(model, dynamic=True) if compiled else model
-    return Contestant(name, _jagged_form if kind == "jagged" else _padded_form, logits, model)
+    return Contestant(name, Batch.packed if kind == "jagged" else _padded_form, logits, model)
 
 
 def check(ranker: Ranker, batch: Batch, count: int, contestant: Contestant) -> None:

@@ -141,9 +141,7 @@ def _time_steps(
 
     With ``room`` the step is captured, with room for the largest of these batches.
     """
-    contestant = Contestant(
-        "", lambda batch: (batch.tokens, batch.values, batch.offsets, batch.timestamps), model, model
-    )
+    contestant = Contestant("", Batch.packed, model, model)
     step = contestant.make_step(capturable=bool(room))
     prepared: list[Any] = list(batches)
     if room:

@@ -238,8 +238,7 @@ def _train(
         batches, total = shares(step), torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
             with _synchronized(model, index == len(batches) - 1):
-                arguments = batch.tokens, batch.values, batch.offsets, batch.timestamps
-                total += backward((arguments, batch.labels), step.size).double().cpu()
+                total += backward((batch.packed(), batch.labels), step.size).double().cpu()
         update()
         losses.append(total)
     return losses

@@ -247,7 +247,7 @@ def test_the_dense_part_compiles_at_most_twice_for_20_batches(backend: str) -> N
     for seed in range(20):
         scenario = replace(SCENARIO, batch=8 if seed < 3 else 2 + seed % 9, longest=20 + 7 * seed)
         batch = make_batch(scenario, seed, device, torch.float32)
-        arguments = (batch.tokens, batch.values, batch.offsets, batch.timestamps)
+        arguments = batch.packed()
         mark_dynamic(*arguments)
         results = []
         for function, of in ((compiled, model), (model, model), (exact, exact)):

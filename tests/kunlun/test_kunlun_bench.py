@@ -106,7 +106,7 @@ def test_the_gates_samples_compile_nothing_that_the_batches_do_not(ranker):
 
     ranker, counter = ranker.float(), CompileCounter()
     logits = torch.compile(ranker, backend=counter, dynamic=True)
-    contestant = bench.Contestant("jagged", bench._jagged_form, logits, ranker)
+    contestant = bench.Contestant("jagged", bench.Batch.packed, logits, ranker)
     batches = [bench.make_batch(SCENARIO, seed, CPU, torch.float32) for seed in range(2)]
     bench.check(ranker, batches[0], 6, contestant)
     bench.time_steps(contestant, batches, 1, CPU)
@@ -122,6 +122,6 @@ def test_the_whole_jagged_model_compiles_at_most_twice_for_any_lengths():
     ranker, counter = bench.Ranker(scenario, "auto"), CompileCounter()
     compiled = torch.compile(ranker, backend=counter, fullgraph=True)
     for seed in range(4):
-        arguments = bench._jagged_form(bench.make_batch(scenario, seed, CPU, torch.float32))
+        arguments = bench.make_batch(scenario, seed, CPU, torch.float32).packed()
         torch.testing.assert_close(compiled(*arguments), ranker(*arguments))
     assert 1 <= counter.frame_count <= 2
