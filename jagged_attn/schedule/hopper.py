@@ -66,6 +66,8 @@ class ForwardConfig:
 
 # Measured on an H200: docs/performance-log.md.
 _PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
+# Shared queries meet whole sequences: long items, for which a block of values more is worth more than queries early.
+_PAIR_SHARED = {64: _PAIR[64], 128: ForwardConfig(128, 2, 2, 3, 232, True, 1)}
 _SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 1, 2), 128: ForwardConfig(64, 1, 3, 2, 208, False, 1, 2)}
 
 
@@ -95,4 +97,4 @@ def forward_config(head_dim: int, num_queries: int | None, mask: Mask) -> Forwar
     seen = keys_seen(mask)
     if (num_queries is not None and num_queries <= ROWS) or (seen is not None and seen <= _NARROW):
         return _SINGLE[head_dim]
-    return _PAIR[head_dim]
+    return (_PAIR if num_queries is None else _PAIR_SHARED)[head_dim]
