@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule.hopper import ForwardConfig
-from .simulate import HandOut, Processor, Role, Signal, StoringRole, Work
+from .simulate import Barrier, HandOut, Processor, Role, Signal, StoringRole, Work
 
 DIM, ROWS, BYTES, FLOAT = 128, 64, 2, 4
 
@@ -37,6 +37,7 @@ class ForwardItem:
             past the end of a sequence are not read.
         q_miss: likewise for Q.
         out_miss: likewise for the output.
+        stay: whether K and V stay for the next item.
     """
 
     blocks: int
@@ -45,6 +46,7 @@ class ForwardItem:
     kv_miss: float = 1.0
     q_miss: float = 1.0
     out_miss: float = 1.0
+    stay: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,26 +102,30 @@ class Forward(HandOut):
         return [self.sm.clock.spawn(role) for role in roles]
 
     def load(self) -> Role:
-        """Items, looked up one ahead, with two tiles of Q loaded then; K and V."""
+        """Items, looked up one ahead, with two tiles of Q loaded then; K and V, unless they are present."""
         sm, tile = self.sm, self.c.block_kv * DIM * BYTES
         count = 0
+        present = False
         ahead = self.c.q_stages > 1
         yield from self._take(0)
         if ahead:
             yield from self._bring_queries(0)
         for turn, item in enumerate(self.items):
-            for i in range(item.blocks):
-                yield self.k_empty.wait(count - self.c.k_stages)
-                yield from sm.load(tile, item.kv_miss, self.k_full, count)
-                if not ahead and i == 0:
-                    yield from self._bring_queries(turn)
-                yield self.v_empty.wait(count - self.c.v_stages)
-                yield from sm.load(tile, item.kv_miss, self.v_full, count)
-                count += 1
-                if i == min(item.blocks, self.c.k_stages, self.c.v_stages) - 1:
+            rounds = 1 if present else item.blocks
+            for i in range(rounds):
+                if not present:
+                    yield self.k_empty.wait(count - self.c.k_stages)
+                    yield from sm.load(tile, item.kv_miss, self.k_full, count)
+                    if not ahead and i == 0:
+                        yield from self._bring_queries(turn)
+                    yield self.v_empty.wait(count - self.c.v_stages)
+                    yield from sm.load(tile, item.kv_miss, self.v_full, count)
+                    count += 1
+                if i == min(rounds, self.c.k_stages, self.c.v_stages) - 1:
                     yield from self._take(turn + 1)
                     if ahead:
                         yield from self._bring_queries(turn + 1)
+            present = item.stay
 
     def _bring_queries(self, turn: int) -> Role:
         for g in range(self.c.groups if turn < len(self.items) else 0):
@@ -134,7 +140,11 @@ class Forward(HandOut):
         for turn, item in enumerate(self.items):
             role = self._rows(g, turn, item, count) if g < item.groups else self._pass_by(g, turn, item, count)
             yield from role
-            count += item.blocks
+            count += 0 if item.stay else item.blocks
+
+    def _release(self, empty: Barrier, count: int, item: ForwardItem) -> None:
+        if not item.stay:
+            empty.arrive(count)
 
     def _rows(self, g: int, turn: int, item: ForwardItem, count: int) -> Role:
         sm, work = self.sm, self.work
@@ -145,7 +155,7 @@ class Forward(HandOut):
         scores = self._scores(g)
         self._pass_turn(g)
         yield scores
-        self.k_empty.arrive(count)
+        self._release(self.k_empty, count, item)
         yield from sm.compute(work.mask)
         yield from self._weigh()
         for i in range(1, item.blocks):
@@ -156,12 +166,12 @@ class Forward(HandOut):
             output = self._output(g)
             self._pass_turn(g)
             yield scores
-            self.k_empty.arrive(count + i)
+            self._release(self.k_empty, count + i, item)
             if i <= item.masked:
                 yield from sm.compute(work.mask)
             yield from self._weigh()
             yield output
-            self.v_empty.arrive(count + i - 1)
+            self._release(self.v_empty, count + i - 1, item)
             yield from sm.compute(work.rescale)
         self.q_empty[g].arrive(turn)
         last = count + item.blocks - 1
@@ -169,7 +179,7 @@ class Forward(HandOut):
         output = self._output(g)
         yield from self._receive(turn + 1)
         yield output
-        self.v_empty.arrive(last)
+        self._release(self.v_empty, last, item)
         yield from sm.compute(work.end)
         yield from sm.touch(ROWS * DIM * BYTES)
         yield sm.fence()
@@ -183,9 +193,9 @@ class Forward(HandOut):
             yield self.k_full.wait(i)
             yield from self._take_turn(g)
             self._pass_turn(g)
-            self.k_empty.arrive(i)
+            self._release(self.k_empty, i, item)
             yield self.v_full.wait(i)
-            self.v_empty.arrive(i)
+            self._release(self.v_empty, i, item)
         yield from self._receive(turn + 1)
 
     def _owner(self, g: int) -> int:

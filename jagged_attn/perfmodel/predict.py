@@ -2,8 +2,8 @@
 
     time = sum over launches of (launch + first item + hand-out of the rest), at least bytes / copy bandwidth
 
-An item's time depends on its shape alone: a chain of equal items is simulated once (``steady``). The hand-out is that
-of the kernels: longest first, to whichever CTA is free.
+An item's time depends on its shape alone: a chain of equal items is simulated once (``steady``), or of equal runs where
+items of a run depend on one another. The hand-out is that of the kernels: longest first, to whichever CTA is free.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 
 from ..bench.workloads import Workload
 from ..masks import Full
-from ..schedule.hopper import ForwardConfig, forward_config
+from ..schedule.hopper import ForwardConfig, forward_config, forward_run
+from ..schedule.tiles import max_tiles
 from .hopper import BYTES, DIM, FLOAT, ROWS, Forward, ForwardItem, Halves, Keys, KeysItem, Run, Turns
 from .machine import Machine
 from .simulate import Processor, Rates, Signal
@@ -170,11 +171,16 @@ def pass_ms(machine: Machine, size: float) -> float:
 
 @dataclass(frozen=True)
 class Tile:
-    """What an item of the forward is: so many groups of rows of queries, against blocks of keys."""
+    """What an item of the forward is: so many groups of rows of queries, against blocks of keys.
+
+    Items come in runs of ``run``, in which up to ``fitting`` blocks of keys stay for the next item of a sequence.
+    """
 
     keys: int
     rows: int
     groups: int
+    run: int = 1
+    fitting: int = 0
 
     @property
     def block_q(self) -> int:
@@ -219,17 +225,25 @@ def forward_items(workload: Workload, lengths: Lengths, tile: Tile) -> list[Forw
     """The items of one head, in order."""
     kv_fill, q_fill = filled(lengths.kv, tile.keys), filled(lengths.q, tile.rows)
     q_miss = 0.0 if workload.kind == "broadcast_q" else q_fill
-    items = []
+    items: list[ForwardItem] = []
     for len_q, len_kv in lengths.longest_first("kv"):
         firsts = range(0, len_q, tile.block_q)
+        stay = _keys_stay(len(items), len(firsts), len_kv, tile)
         if workload.mask == Full():
-            seen = [(max(-(-len_kv // tile.keys), 1), 0, kv_fill / max(len(firsts), 1))] * len(firsts)
+            loads = max(stay.count(False), 1)
+            seen = [(max(-(-len_kv // tile.keys), 1), 0, kv_fill / loads)] * len(firsts)
         else:
             seen = _seen_blocks(workload, firsts, len_q, len_kv, tile)
-        for first, (blocks, masked, miss) in zip(firsts, seen, strict=True):
+        for first, (blocks, masked, miss), stays in zip(firsts, seen, stay, strict=True):
             groups = min(-(-(len_q - first) // tile.rows), tile.groups)
-            items.append(ForwardItem(blocks, groups, masked, miss, q_miss, q_fill))
+            items.append(ForwardItem(blocks, groups, masked, miss, q_miss, q_fill, stays))
     return items
+
+
+def _keys_stay(first: int, tiles: int, len_kv: int, tile: Tile) -> list[bool]:
+    """For each tile of a sequence, whose first is entry ``first`` of the table: whether the next one takes its keys."""
+    fits = len_kv <= tile.fitting * tile.keys
+    return [fits and (first + n + 1) % tile.run != 0 and n + 1 < tiles for n in range(tiles)]
 
 
 def _seen_blocks(
@@ -307,18 +321,30 @@ def chunks(lengths: Lengths) -> list[tuple[int, ...]]:
 
 
 def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
-    """The forward kernel; with more items than CTAs, the counter's zero is a launch of its own."""
+    """The forward kernel; with more runs than CTAs, the counter's zero is a launch of its own."""
     config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask)
-    items = forward_items(workload, lengths, Tile(config.block_kv, ROWS, config.groups))
+    run = _run_of(machine, workload, lengths, config)
+    tile = Tile(config.block_kv, ROWS, config.groups, run, config.keys_in_flight // config.block_kv)
+    items = forward_items(workload, lengths, tile)
     workers = machine.processors * config.ctas_per_processor
-    times = {item: _forward_time(machine, config, workload.activation, item) for item in set(items)}
-    return all_heads(machine, [times[item] for item in items], workload.num_heads, workers, 0.0, counter=True)
+    runs = [tuple(items[i : i + run]) for i in range(0, len(items), run)]
+    times = {taken: _forward_time(machine, config, workload.activation, taken) for taken in set(runs)}
+    return all_heads(machine, [times[taken] for taken in runs], workload.num_heads, workers, 0.0, counter=True)
+
+
+def _run_of(machine: Machine, workload: Workload, lengths: Lengths, config: ForwardConfig) -> int:
+    """Entries of a run of the forward."""
+    if workload.kind == "broadcast_q":
+        return 1
+    rows, batch = (sum(lengths.q), sum(lengths.kv)), len(lengths.kv)
+    items = max_tiles(rows[0], batch, config.block_q) * workload.num_heads
+    return forward_run(workload.head_dim, workload.mask, rows, batch, items, machine.processors)
 
 
 @lru_cache(maxsize=4096)
-def _forward_time(machine: Machine, config: ForwardConfig, act: str, item: ForwardItem) -> Steady:
+def _forward_time(machine: Machine, config: ForwardConfig, act: str, run: tuple[ForwardItem, ...]) -> Steady:
     def build(sm: Processor, n: int) -> list[Forward]:
-        return [Forward(sm, config, act, [item] * n, cta) for cta in range(config.ctas_per_processor)]
+        return [Forward(sm, config, act, run * n, cta) for cta in range(config.ctas_per_processor)]
 
     return steady(machine, build, config.ctas_per_processor)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..masks import BlockDiagonal, Mask, SlidingWindow
+from ..masks import BlockDiagonal, Full, Mask, SlidingWindow
 from .arch import shared_bytes_per_program
 
 # Shared memory of an sm_90 multiprocessor that the system takes for itself, from each CTA's share.
@@ -27,6 +27,7 @@ class ForwardConfig:
         turns: whether the two groups take turns at issuing products.
         q_stages: tiles of queries; with two the next item's come while this one is computed.
         ctas_per_processor: CTAs that share a multiprocessor.
+        run: entries of the tile table that a CTA takes at once for one head, for keys to stay from one to the next.
     """
 
     block_kv: int
@@ -37,11 +38,17 @@ class ForwardConfig:
     turns: bool
     q_stages: int = 2
     ctas_per_processor: int = 1
+    run: int = 1
 
     @property
     def block_q(self) -> int:
         """Query rows of a CTA."""
         return ROWS * self.groups
+
+    @property
+    def keys_in_flight(self) -> int:
+        """The most keys whose blocks, and those of their values, the rings hold at once."""
+        return min(self.k_stages, self.v_stages) * self.block_kv
 
     @property
     def max_registers(self) -> int | None:
@@ -57,6 +64,8 @@ class ForwardConfig:
         """Why this config does not run such a call; ``None`` if it does."""
         if self.turns and self.groups != 2:
             return f"turns are for two groups, got {self.groups}"
+        if self.run > 1 and self.q_stages == 1:
+            return f"a run of {self.run} entries needs two tiles of queries, got one"
         needed, alone = self.shared_bytes(head_dim, itemsize), shared_bytes_per_program((9, 0), is_hip=False)
         limit = (alone + _SYSTEM_BYTES) // self.ctas_per_processor - _SYSTEM_BYTES
         if needed > limit:
@@ -98,3 +107,35 @@ def forward_config(head_dim: int, num_queries: int | None, mask: Mask) -> Forwar
     if (num_queries is not None and num_queries <= ROWS) or (seen is not None and seen <= _NARROW):
         return _SINGLE[head_dim]
     return (_PAIR if num_queries is None else _PAIR_SHARED)[head_dim]
+
+
+# Entries of a run, and the fewest runs for each multiprocessor: whole runs are handed out, so the last of them must be
+# short beside all the others.
+RUN = 4
+_RUNS_PER_PROCESSOR = 16
+
+
+def forward_run(
+    head_dim: int, mask: Mask, rows: tuple[int, int], num_sequences: int, items: int, processors: int
+) -> int:
+    """``run`` of self or cross attention: more than 1 where keys mostly stay in shared memory.
+
+    Lengths are on the device, so the mean sequence decides: its keys fit the rings, and its queries are two tiles or
+    more. Elsewhere keys do not stay, and runs only part CTAs that read the same keys at a time, from the L2 cache.
+
+    Args:
+        head_dim: D, 64 or 128.
+        mask: of the call.
+        rows: T_q and T_kv.
+        num_sequences: B.
+        items: entries of the tile table times heads.
+        processors: multiprocessors of the device.
+    """
+    if mask != Full() or items < RUN * _RUNS_PER_PROCESSOR * processors:
+        return 1
+    config = forward_config(head_dim, None, mask)
+    rows_q, rows_kv = rows
+    # An eighth more: rows of no sequence, such as those that fill a buffer up, are counted in.
+    has_few_keys = 8 * rows_kv <= 9 * num_sequences * config.keys_in_flight
+    has_more_queries = rows_q >= num_sequences * 2 * config.block_q
+    return RUN if has_few_keys and has_more_queries else 1

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from jagged_attn.backends._jit.constants import Constants
 from jagged_attn.backends.tlx_hopper.forward import forward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
-from jagged_attn.schedule.hopper import _PAIR, _SINGLE, ROWS, ForwardConfig, forward_config
+from jagged_attn.schedule.hopper import _PAIR, _PAIR_SHARED, _SINGLE, ROWS, RUN, ForwardConfig, forward_config
 from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
 
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence")
@@ -36,14 +37,16 @@ class Case(NamedTuple):
     dtype: str = "bf16"
     mask: str = "full"
     act: str = "softmax"
+    run: int = 1
 
     def __str__(self) -> str:
         kind = "self" if self.num_queries is None else f"broadcast-Q {self.num_queries}"
+        kind += f" in runs of {self.run}" if self.run > 1 else ""
         return f"{kind}, D{self.dim}, {self.dtype}, {self.mask}, {self.act}"
 
     @property
     def config(self) -> ForwardConfig:
-        return forward_config(self.dim, self.num_queries, _MASKS[self.mask])
+        return replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask]), run=self.run)
 
 
 # Every shipped configuration, head dim, dtype and activation.
@@ -55,6 +58,11 @@ CASES = [
     Case(64, 128),
     Case(64, 64, "fp16", act="fast_gelu"),
     Case(128, 64),
+    Case(128, 128),
+    Case(None, 128, run=RUN),
+    Case(None, 128, act="fast_gelu", run=RUN),
+    Case(None, 64, run=RUN),
+    Case(None, 64, "fp16", act="fast_gelu", run=RUN),
 ]
 OTHERS = [
     case
@@ -62,6 +70,7 @@ OTHERS = [
         Case,
         [
             *itertools.product((None,), (128, 64), ("bf16", "fp16"), _MASKS, _ACTIVATIONS),
+            *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (RUN,)),
             *itertools.product((64, 128), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS),
         ],
     )
@@ -120,4 +129,5 @@ def test_every_other_combination_passes_its_gate(case: Case) -> None:
 
 
 def test_every_shipped_configuration_is_among_the_cases() -> None:
-    assert {case.config for case in CASES} == {*_PAIR.values(), *_SINGLE.values()}
+    runs = {replace(config, run=RUN) for config in _PAIR.values()}
+    assert {case.config for case in CASES} == {*_PAIR.values(), *_PAIR_SHARED.values(), *_SINGLE.values(), *runs}

@@ -8,7 +8,13 @@ from jagged_attn.backends import reference
 from jagged_attn.backends.base import Arch, Geometry
 from jagged_attn.backends.tlx_hopper import launch_forward
 from jagged_attn.backends.tlx_hopper.capability import table_requests
+from jagged_attn.bench.workloads import Workload
 from jagged_attn.functional import _tables
+from jagged_attn.perfmodel.hopper import Forward
+from jagged_attn.perfmodel.machine import H200
+from jagged_attn.perfmodel.predict import Lengths, Tile, forward_items
+from jagged_attn.perfmodel.simulate import Processor, Rates
+from jagged_attn.schedule.hopper import RUN, forward_config, forward_run
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
@@ -18,6 +24,9 @@ from jagged_attn.testing.emulator.schedules import Schedule
 HOPPER = Arch("cuda", (9, 0))
 LENGTHS = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0)
 OTHERS = (5, 0, 64, 129, 300, 1, 128, 0, 65, 2)
+# Up to six tiles of queries against one, two or three blocks of keys, of which the rings hold two or three.
+MANY_QUERIES = (0, 1, 63, 64, 65, 128, 129, 300, 513, 700)
+FEW_KEYS = (257, 0, 1, 127, 128, 129, 256, 257, 256, 127)
 
 
 def _offsets(lengths):
@@ -25,7 +34,8 @@ def _offsets(lengths):
 
 
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
-          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, monkeypatch=None):  # fmt: skip
+          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, run=1, monkeypatch=None):  # fmt: skip
+    """Run the forward and compare it with the reference; returns the asynchronous operations by engine."""
     generator = torch.Generator().manual_seed(0)
     lengths_kv = lengths_q if lengths_kv is None else lengths_kv
     rows_kv = sum(lengths_kv) + tail
@@ -40,8 +50,9 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     )  # fmt: skip
     tables = tuple(_tables(table_requests(spec, HOPPER), rows_q, rows_kv, offsets_q, offsets_kv))
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
+    monkeypatch.setattr(launch_forward, "forward_run", lambda *_: run)
     launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"), scratch=("slots",))
-    with emulated_launches(launch):
+    with emulated_launches(launch) as reports:
         out, lse = launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
     want, want_lse = reference.forward(q.double(), k.double(), v.double(), Geometry(offsets_q, offsets_kv, ()), spec)
     # The weights and the output are rounded to the dtype; sums are in fp32.
@@ -51,6 +62,7 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
         assert torch.equal(lse.isneginf(), want_lse.isneginf())
         finite = ~want_lse.isneginf()
         assert torch.allclose(lse[finite].double(), want_lse[finite], atol=1e-4)
+    return reports[-1].ops if reports else {}
 
 
 @pytest.mark.emulator(seeds=1, roles=("load", "attend"))
@@ -64,7 +76,14 @@ def test_broadcast_q(schedule, num_queries, monkeypatch):
     check(schedule, "broadcast_q", (0, 65, 300, 1, 0), num_queries=num_queries, monkeypatch=monkeypatch)
 
 
+@pytest.mark.emulator(seeds=1, roles=("load", "attend"))
+def test_runs(schedule, monkeypatch):
+    lengths = {"lengths_q": (300, 0, 65, 513), "lengths_kv": (129, 5, 0, 256)}
+    check(schedule, "cross", **lengths, heads=(2, 1), run=4, processors=2, monkeypatch=monkeypatch)
+
+
 _RANDOM = Schedule("random", 0)
+_FEW_KEYS = {"kind": "cross", "lengths_q": MANY_QUERIES, "lengths_kv": FEW_KEYS}
 CASES = {
     "lengths around the tiles": {},
     "cross": {"kind": "cross", "lengths_kv": OTHERS},
@@ -84,6 +103,15 @@ CASES = {
     "all empty": {"lengths_q": (0, 0), "tail": 3},
     "broadcast-Q, two tiles of queries": {"kind": "broadcast_q", "num_queries": 200, "lengths_q": (130, 0, 70)},
     "broadcast-Q, all empty": {"kind": "broadcast_q", "lengths_q": (0, 0, 0), "tail": 2},
+    "runs, grouped heads": {**_FEW_KEYS, "heads": (4, 2), "run": 4},
+    "runs, one CTA": {**_FEW_KEYS, "run": 4, "processors": 1},
+    "runs, a CTA each": {**_FEW_KEYS, "run": 4, "processors": 99},
+    "runs, width 128": {**_FEW_KEYS, "dim": 128, "heads": (2, 1), "run": 4, "processors": 2},
+    "runs, fast gelu": {**_FEW_KEYS, "activation": "fast_gelu", "heads": (3, 1), "run": 4, "processors": 2},
+    "runs, fast gelu, width 128": {**_FEW_KEYS, "activation": "fast_gelu", "dim": 128, "run": 4, "processors": 1},
+    "runs of more keys than the rings hold": {"lengths_q": (700, 300, 129), "heads": (2, 1), "run": 4},
+    "runs longer than the table": {"lengths_q": (65, 300), "run": 16, "processors": 1},
+    "runs of nothing": {"lengths_q": (0, 0), "tail": 300, "run": 4, "processors": 1},
     "broadcast-Q, gelu": {"kind": "broadcast_q", "activation": "gelu", "lengths_q": (130, 0, 70)},
 }  # fmt: skip
 
@@ -91,3 +119,42 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_case(name, monkeypatch):
     check(_RANDOM, **CASES[name], monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(("keys", "brought"), [(256, 2), (385, 6)])
+def test_keys_that_fit_the_rings_are_loaded_once_a_run(keys, brought, monkeypatch):
+    # Six tiles of queries are a run of four and one of two; at D = 64 the rings hold three blocks.
+    ops = check(_RANDOM, "cross", (700,), (keys,), heads=(1, 1), run=4, processors=1, monkeypatch=monkeypatch)
+    queries, rows_of_no_sequence = 2 * 6, 2 + 2
+    assert ops["tma_load"] == queries + brought * 2 * -(-keys // 128) + rows_of_no_sequence
+
+
+def test_the_performance_model_issues_what_runs_issue(monkeypatch):
+    lengths = (700, 300, 3), (256, 129, 0)
+    ops = check(_RANDOM, "cross", *lengths, heads=(1, 1), dim=128, run=4, processors=1, monkeypatch=monkeypatch)
+    # The three queries of no sequence are one more.
+    workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(128, 64, 2, run=4, fitting=2)
+    items = forward_items(workload, Lengths((*lengths[0], 3), (*lengths[1], 0)), tile)
+    sm = Processor(H200, Rates(32, 19))
+    Forward(sm, forward_config(128, None, Full()), "softmax", items, 0).start()
+    sm.clock.run()
+    assert (sm.products, sm.loads, sm.stores) == (ops["wgmma"], ops["tma_load"], ops["tma_store"])
+
+
+_LARGE = {"head_dim": 128, "mask": Full(), "rows": (592_000, 295_000), "num_sequences": 1152, "items": 23_000}
+OTHER_CALLS = {
+    "a mask": {"mask": Causal()},
+    "a narrow mask": {"mask": BlockDiagonal(64)},
+    "more keys than the rings hold": {"rows": (592_000, 340_000)},
+    "few queries": {"rows": (290_000, 290_000)},
+    "few items": {"items": 8_000},
+}
+
+
+def test_runs_are_for_many_queries_of_few_keys():
+    assert forward_run(**_LARGE, processors=132) == RUN > 1
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_calls_have_no_runs(name):
+    assert forward_run(**(_LARGE | OTHER_CALLS[name]), processors=132) == 1

@@ -16,8 +16,9 @@ from jagged_attn.backends.tlx_hopper.backward_queries import backward_q
 from jagged_attn.backends.tlx_hopper.forward import forward
 from jagged_attn.masks import Causal, SlidingWindow
 from jagged_attn.testing.emulator import Schedule, hunt
+from jagged_attn.testing.emulator.errors import Verdict
 from jagged_attn.testing.emulator.faults import standard_mutants
-from jagged_attn.testing.emulator.mutants import Mutant
+from jagged_attn.testing.emulator.mutants import Mutant, Place, Site, argument, without
 
 _SCHEDULE = Schedule("random", 0)
 _OUT = ("desc_o", "lse")
@@ -51,6 +52,9 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
     "forward": {
         "self": lambda: _forward(lengths_q=(257, 5, 64, 130), processors=2),
         "one CTA": lambda: _forward(lengths_q=(300, 1), heads=(1, 1), processors=1),
+        "runs": lambda: _forward(
+            kind="cross", lengths_q=(300, 200, 513), lengths_kv=(400, 129, 64), heads=(1, 1), run=4, processors=1
+        ),
         "broadcast-Q": lambda: _forward(
             kind="broadcast_q", num_queries=100, lengths_q=(300, 5, 600), lengths_kv=(300, 5, 600), processors=1
         ),
@@ -76,7 +80,31 @@ _KERNELS = {
     "forward": (forward, publish, open_slot), "backward": (backward_kv,), "queries": (backward_q,),
     "broadcast-Q, 64": (backward_64,), "broadcast-Q, 128": (backward_128,),
 }  # fmt: skip
-MUTANTS = [(name, mutant) for name, kernels in _KERNELS.items() for k in kernels for mutant in standard_mutants(k)]
+# Functions that stand for an operation: its faults go to where they are called.
+_HELPERS = {"_release": "barrier_arrive"}
+
+
+def _one_block_more(place: Place) -> None:
+    for ring in range(2):
+        argument(ring, "_ + 1")(place)
+
+
+# What can be wrong with keys that stay, beyond the standard faults.
+_STAY = frozenset({Verdict.RACE, Verdict.LAPPED, Verdict.DEADLOCK, Verdict.OVERFLOW, Verdict.EXIT, Verdict.VALUE})
+STAYING = [
+    Mutant("given back though they stay", Site("_release", "barrier_arrive", "empty", 0), without("pred"), _STAY),
+    Mutant("never given back", Site("_release", "barrier_arrive", "empty", 0), argument("pred", "_ & False"), _STAY),
+    Mutant("further in the rings though they stay", Site("_count_after", "where"), argument(1, "count"), _STAY),
+    Mutant("loaded though they stay", Site("load", "_keys_stay"), argument(0, "(0, 0, 0, 0, 0, 0, 0, 0)"), _STAY),
+    Mutant("stay though they do not fit", Site("_with_keys_that_stay", "minimum"), _one_block_more, _STAY),
+    Mutant("a run of too few entries", Site("load", "_next_number"), argument(0, "_ + 1"), _STAY),
+]
+MUTANTS = [
+    (name, mutant)
+    for name, kernels in _KERNELS.items()
+    for k in kernels
+    for mutant in [*standard_mutants(k, _HELPERS), *(STAYING if k is forward else [])]
+]
 
 # Mutants that change nothing, with the reason.
 _IMPLIED = "a group that has stored a tile's dS is done with the dQ of the tile before: see docs/performance-log.md"

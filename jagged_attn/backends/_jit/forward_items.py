@@ -9,8 +9,31 @@ from .scores import key_range
 
 
 @triton.jit
+def _entry_and_head(item, where, H: tl.constexpr, RUN: tl.constexpr):
+    """Which entry of the table and which head an item is.
+
+    Items are numbered by RUN entries of the table that follow one another, in these by head and tile of the shared
+    queries, then by entry.
+    """
+    query_tiles = where[7]
+    return item // (H * query_tiles * RUN) * RUN + item % RUN, item // (query_tiles * RUN) % H
+
+
+@triton.jit
+def run_goes_on(item, where, H: tl.constexpr, RUN: tl.constexpr):
+    """Whether another item follows in an item's run; the entries of -1, the table's last, are none."""
+    if RUN == 1:
+        return False
+    else:
+        table, max_entries = where[0], where[3]
+        entry, _ = _entry_and_head(item + 1, where, H, RUN)
+        named = ((item + 1) % RUN != 0) & (entry < max_entries)
+        return tl.load(table + 2 * entry, mask=named, other=-1) >= 0
+
+
+@triton.jit
 def find_tile(item, where, H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
-              BROADCAST_Q: tl.constexpr):  # fmt: skip
+              BROADCAST_Q: tl.constexpr, RUN: tl.constexpr = 1):  # fmt: skip
     """Where the rows of a work item are, and which keys it sees.
 
     Args:
@@ -22,6 +45,7 @@ def find_tile(item, where, H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr
         ROWS: query rows of an item.
         MASK: code of the mask.
         BROADCAST_Q: whether all sequences share the queries.
+        RUN: entries of the table that follow one another for one head before the next; 1 with BROADCAST_Q.
 
     Returns:
         Head; start in out (and in q, but with BROADCAST_Q, where that is 0), rows and first row of the queries; start
@@ -29,8 +53,7 @@ def find_tile(item, where, H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr
         agree on, at least 1 for an item and 0 past the last.
     """
     table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries, total_kv, query_tiles = where
-    entry = item // (H * query_tiles)
-    head = item // query_tiles % H
+    entry, head = _entry_and_head(item, where, H, RUN)
     named = entry < max_entries
     b = tl.load(table + 2 * entry, mask=named, other=-1)
     first_row = tl.load(table + 2 * entry + 1, mask=named, other=0)

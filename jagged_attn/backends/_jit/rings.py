@@ -2,8 +2,9 @@
 """Rings of buffers, coordinates of ragged TMA maps, and the hand-out of work to the roles of a persistent kernel.
 
 A work item is one entry of a tile table for one head: item ``w`` is head ``w % H`` of entry ``w // H``, so that the
-heads of a tile, which read the same rows, run side by side. The load role takes items from one counter of the launch
-and passes each on through a slot in global memory, which every role can read, guarded by a ring of two barriers.
+heads of a tile, which read the same rows, run side by side. The forward's items may come in runs of entries, one head
+after the other (``forward_items``). The load role takes items or runs from one counter of the launch and passes each
+item on through a slot in global memory, which every role can read, guarded by a ring of two barriers.
 """
 
 import triton
@@ -76,5 +77,5 @@ def receive(slots, item_full, item_empty, turn):
 
 @triton.jit
 def next_item(counter):
-    """A new item: those of the first round are the CTAs' own numbers, the rest come from the counter, from 0."""
+    """A new item or run: those of the first round are the CTAs' own numbers, the rest come from the counter, from 0."""
     return tl.num_programs(0) + tl.atomic_add(counter, 1)

@@ -5,14 +5,18 @@ One persistent CTA holds a tile of queries, 64 rows for each of its consumer gro
 its sequence past it. Keys are taken from the end of what the tile sees: the block that is cut short by the end of the
 sequence comes first, in a step of its own, and the loop behind it needs no mask.
 
-``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers and turns of the
-``ForwardConfig``; mask, act, broadcast_q.
+Without a mask a CTA may take items in runs: up to ``run`` tiles of queries of one head that follow one another in the
+table. Where the next is of the same sequence, and its blocks fit the rings, keys and values *stay*: the load role does
+not bring them again, and the consumers use the same buffers once more and give them back after the last such item only.
+
+``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers, turns and run of
+the ``ForwardConfig``; mask, act, broadcast_q.
 """
 
 import triton
 import triton.language as tl
 
-from .._jit.forward_items import find_tile, read_item, unmasked_blocks, write_empty
+from .._jit.forward_items import find_tile, read_item, run_goes_on, unmasked_blocks, write_empty
 from .._jit.rings import ITEM_SLOT, next_item, open_slot, publish, ragged, ring
 from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_kind, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
@@ -21,6 +25,27 @@ _ROWS = tl.constexpr(64)
 # The groups take turns at issuing products, so that one works on scores while the tensor cores work for the other.
 _TURN_OF_0 = tl.constexpr(9)
 _TURN_OF_1 = tl.constexpr(10)
+
+
+@triton.jit
+def _first_key(item, C: tl.constexpr):
+    """The first key that an item sees."""
+    return 0 if C.run > 1 else item[6]
+
+
+@triton.jit
+def _keys_stay(item, C: tl.constexpr):
+    """Whether the next item takes this one's keys and values as they lie in shared memory."""
+    return item[6] > 0 if C.run > 1 else False
+
+
+@triton.jit
+def _with_keys_that_stay(number, item, where, C: tl.constexpr):
+    """An item of a run, for ``_keys_stay``: in the place of its first key, which without a mask is 0 for all."""
+    head, start_out, len_q, first_row, start_kv, len_kv, _, blocks = item
+    another_follows = run_goes_on(number, where, C.heads, C.run) & (first_row + _ROWS * C.groups < len_q)
+    stay = another_follows & (blocks <= tl.minimum(C.k_stages, C.v_stages))
+    return head, start_out, len_q, first_row, start_kv, len_kv, stay.to(tl.int32), blocks
 
 
 @triton.jit
@@ -36,9 +61,26 @@ def _receive(hand_out, turn):
 def _take(number, turn, hand_out, where, C: tl.constexpr):
     """Look an item up and hand it to the consumers."""
     slots, item_full, item_empty = hand_out
-    item = find_tile(number, where, C.heads, C.block_kv, _ROWS * C.groups, C.mask, C.broadcast_q)
+    item = find_tile(number, where, C.heads, C.block_kv, _ROWS * C.groups, C.mask, C.broadcast_q, C.run)
+    if C.run > 1:
+        item = _with_keys_that_stay(number, item, where, C)
     publish(slots, item_full, item_empty, turn, item, ITEM_SLOT)
     return item
+
+
+@triton.jit
+def _next_number(number, where, counter, C: tl.constexpr):
+    """The next item of this one's run, or the first of a new run.
+
+    With a CTA for each run there is no second one, and no counter.
+    """
+    following = number + 1
+    if not run_goes_on(number, where, C.heads, C.run):
+        run = tl.num_programs(0)
+        if run < tl.cdiv(where[3], C.run) * C.heads * where[7]:
+            run = next_item(counter)
+        following = run * C.run
+    return following
 
 
 @triton.jit
@@ -74,39 +116,58 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
     FULL: tl.constexpr = C.k_stages if C.k_stages < C.v_stages else C.v_stages
     count = 0
     turn = 0
-    item = _take(tl.program_id(0), turn, hand_out, where, C)
+    # Whether the item before has left its keys and values.
+    present = False
+    number = tl.program_id(0) * C.run
+    item = _take(number, turn, hand_out, where, C)
     if C.q_stages > 1:  # noqa: SIM102 - one is decided when this is compiled
         if item[7] > 0:
             _bring_queries(desc_q, item, turn, tiles, loads, C)
     while item[7] > 0:
-        head, start_kv, len_kv, lo, blocks = item[0], item[4], item[5], item[6], item[7]
+        head, start_kv, len_kv, lo, blocks = item[0], item[4], item[5], _first_key(item, C), item[7]
         following = item
-        for i in range(blocks):
-            at = ragged(start_kv, len_kv, lo + (blocks - 1 - i) * C.block_kv, head // C.group * C.dim)
-            buf, phase = ring(count, C.k_stages)
-            tlx.barrier_wait(k_empty[buf], phase ^ 1)
-            tlx.barrier_expect_bytes(k_full[buf], C.block_kv * ROW_BYTES)
-            tlx.async_descriptor_load(desc_k, k_tiles[buf], at, k_full[buf])
-            if C.q_stages == 1:  # noqa: SIM102 - likewise
-                if i == 0:
-                    _bring_queries(desc_q, item, turn, tiles, loads, C)
-            buf, phase = ring(count, C.v_stages)
-            tlx.barrier_wait(v_empty[buf], phase ^ 1)
-            tlx.barrier_expect_bytes(v_full[buf], C.block_kv * ROW_BYTES)
-            tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf])
-            count += 1
-            if i == tl.minimum(blocks, FULL) - 1:
-                # When as much is under way as the rings hold: the look-up takes longer than a block. With a CTA for
-                # each item there is no second round, and no counter.
-                number = tl.num_programs(0)
-                if number < where[3] * C.heads * where[7]:
-                    number = next_item(counter)
+        # What is present is not brought: one round, in which the next item is looked up.
+        rounds = tl.where(present, 1, blocks)
+        for i in range(rounds):
+            if not present:
+                at = ragged(start_kv, len_kv, lo + (blocks - 1 - i) * C.block_kv, head // C.group * C.dim)
+                buf, phase = ring(count, C.k_stages)
+                tlx.barrier_wait(k_empty[buf], phase ^ 1)
+                tlx.barrier_expect_bytes(k_full[buf], C.block_kv * ROW_BYTES)
+                tlx.async_descriptor_load(desc_k, k_tiles[buf], at, k_full[buf])
+                if C.q_stages == 1:  # noqa: SIM102 - likewise
+                    if i == 0:
+                        _bring_queries(desc_q, item, turn, tiles, loads, C)
+                buf, phase = ring(count, C.v_stages)
+                tlx.barrier_wait(v_empty[buf], phase ^ 1)
+                tlx.barrier_expect_bytes(v_full[buf], C.block_kv * ROW_BYTES)
+                tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf])
+                count += 1
+            if i == tl.minimum(rounds, FULL) - 1:
+                # When as much is under way as the rings hold: the look-up takes longer than a block.
+                number = _next_number(number, where, counter, C)
                 following = _take(number, turn + 1, hand_out, where, C)
                 if C.q_stages > 1:  # noqa: SIM102 - likewise
                     if following[7] > 0:
                         _bring_queries(desc_q, following, turn + 1, tiles, loads, C)
         turn += 1
+        present = _keys_stay(item, C)
         item = following
+
+
+@triton.jit
+def _release(empty, item, C: tl.constexpr):
+    """Give a block of keys or values back, unless the next item takes it as well."""
+    if C.run > 1:
+        tlx.barrier_arrive(empty, 1, pred=item[6] == 0)
+    else:
+        tlx.barrier_arrive(empty, 1)
+
+
+@triton.jit
+def _count_after(count, item, C: tl.constexpr):
+    """Where in the rings the next item begins, given the end of this one: where this one did, if its blocks stay."""
+    return tl.where(_keys_stay(item, C), count - item[7], count) if C.run > 1 else count
 
 
 @triton.jit
@@ -153,7 +214,7 @@ def _activated(s, m, l, scale, first_key, seen, C: tl.constexpr, MASKED: tl.cons
 
 
 @triton.jit
-def _block(sums, count, scale, first_key, seen, q_tile, tiles, loads, g: tl.constexpr, C: tl.constexpr,
+def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: tl.constexpr, C: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
     """Scores of block ``count`` while the tensor cores add the block before to the output."""
     _, k_tiles, v_tiles = tiles
@@ -168,10 +229,10 @@ def _block(sums, count, scale, first_key, seen, q_tile, tiles, loads, g: tl.cons
     acc = tlx.async_dot(p, v_tiles[last], acc)
     _pass_turn(g, C)
     s = tlx.async_dot_wait(1, s)
-    tlx.barrier_arrive(k_empty[buf], 1)
+    _release(k_empty[buf], item, C)
     p_new, alpha, m, l = _activated(s, m, l, scale, first_key, seen, C, MASKED)  # noqa: E741
     acc = tlx.async_dot_wait(0, acc)
-    tlx.barrier_arrive(v_empty[last], 1)
+    _release(v_empty[last], item, C)
     if C.act == "softmax":
         acc = acc * alpha[:, None]
     return acc, p_new.to(p.dtype), m, l
@@ -181,7 +242,8 @@ def _block(sums, count, scale, first_key, seen, q_tile, tiles, loads, g: tl.cons
 def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tile, loads,
                  g: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """This group's rows of an item; returns ``count`` and the next item."""
-    head, start_out, len_q, first_row, _, len_kv, lo, blocks = item
+    head, start_out, len_q, first_row, _, len_kv, _, blocks = item
+    lo = _first_key(item, C)
     q_tiles, k_tiles, v_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
     rows = first_row + g * _ROWS + tl.arange(0, _ROWS)
@@ -201,7 +263,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
     _pass_turn(g, C)
     s = tlx.async_dot_wait(0, s)
-    tlx.barrier_arrive(k_empty[buf], 1)
+    _release(k_empty[buf], item, C)
     p, _, m, l = _activated(s, m, l, scale, lo + (blocks - 1) * C.block_kv, seen, C, True)  # noqa: E741
     sums = (tl.zeros((_ROWS, C.dim), tl.float32), p.to(tlx.dtype_of(desc_o)), m, l)
     count += 1
@@ -210,15 +272,17 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     if mask_kind(C.mask) != "full":
         for i in range(1, blocks - end):
             sums = _block(
-                sums, count, scale, lo + (blocks - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True
+                sums, count, item, scale, lo + (blocks - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True
             )
             count += 1
     for _i in range(begin, end):
-        sums = _block(sums, count, scale, 0, seen, q_tile, tiles, loads, g, C, False)
+        sums = _block(sums, count, item, scale, 0, seen, q_tile, tiles, loads, g, C, False)
         count += 1
     if not mask_opens(C.mask, 0):
         for i in range(begin):
-            sums = _block(sums, count, scale, lo + (begin - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True)
+            sums = _block(
+                sums, count, item, scale, lo + (begin - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True
+            )
             count += 1
     acc, p, m, l = sums  # noqa: E741
     tlx.barrier_arrive(q_empty[q_buf], 1)
@@ -230,7 +294,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     # The store of the item before has read the staging tile.
     tlx.async_descriptor_store_wait(0)
     acc = tlx.async_dot_wait(0, acc)
-    tlx.barrier_arrive(v_empty[last], 1)
+    _release(v_empty[last], item, C)
 
     if C.act == "softmax":
         acc = acc * tl.where(l == 0.0, 0.0, out_scale / l)[:, None]
@@ -241,7 +305,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     tlx.local_store(o_tile, acc.to(tlx.dtype_of(desc_o)))
     tlx.fence("async_shared")
     tlx.async_descriptor_store(desc_o, o_tile, ragged(start_out, len_q, first_row + g * _ROWS, head * C.dim))
-    return count, following
+    return _count_after(count, item, C), following
 
 
 @triton.jit
@@ -256,12 +320,12 @@ def _pass_by(count, turn, item, hand_out, loads, g: tl.constexpr, C: tl.constexp
         tlx.barrier_wait(k_full[buf], phase)
         _take_turn(g, C)
         _pass_turn(g, C)
-        tlx.barrier_arrive(k_empty[buf], 1)
+        _release(k_empty[buf], item, C)
         buf, phase = ring(count, C.v_stages)
         tlx.barrier_wait(v_full[buf], phase)
-        tlx.barrier_arrive(v_empty[buf], 1)
+        _release(v_empty[buf], item, C)
         count += 1
-    return count, _receive(hand_out, turn + 1)
+    return _count_after(count, item, C), _receive(hand_out, turn + 1)
 
 
 @triton.jit
@@ -299,7 +363,7 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     |---|---|---|---|
     | q_full, k_full, v_full | 1 + bytes | load | attend (q: its group; k, v: all groups) |
     | q_empty | 1 | its attend group, after its last scores | load |
-    | k_empty, v_empty | groups × 128 | every attend group | load |
+    | k_empty, v_empty | groups × 128 | every attend group, unless the block stays for the next item | load |
     | item_full, item_empty | 1, groups | load, every attend group | every attend group, load |
     | named 9, 10 | 256 threads | the other group, having issued its products | group 0, group 1, before issuing |
     """

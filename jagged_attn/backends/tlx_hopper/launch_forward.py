@@ -1,11 +1,12 @@
 """The launch of the forward kernel."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from torch import Tensor
 
 from ...schedule.arch import num_processors
-from ...schedule.hopper import ROWS, ForwardConfig, forward_config
+from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run
 from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
@@ -24,9 +25,9 @@ def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
 
 
 @lru_cache(maxsize=1024)
-def _plan(spec: AttentionSpec, num_queries: int | None) -> tuple[ForwardConfig, PreparedKernel]:
+def _plan(spec: AttentionSpec, num_queries: int | None, run: int) -> tuple[ForwardConfig, PreparedKernel]:
     """The config and the kernel of a kind of call; ``num_queries`` is S of broadcast-Q."""
-    config = forward_config(spec.head_dim, num_queries, spec.mask)
+    config = replace(forward_config(spec.head_dim, num_queries, spec.mask), run=run)
     return config, _prepared(spec, config)
 
 
@@ -45,15 +46,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
         return out.zero_(), lse.fill_(float("-inf"))
     shared = geometry.offsets_q is None
     num_queries, heads, dim = q.shape
-    config, kernel = _plan(spec, num_queries if shared else None)
-    query_tiles = -(-num_queries // config.block_q) if shared else 1
     table = geometry.tables[0]
-    items = table.shape[0] * heads * query_tiles
-    ctas = min(items, num_processors(q.device) * config.ctas_per_processor)
+    processors = num_processors(q.device)
+    rows, items = (num_queries, k.shape[0]), table.shape[0] * heads
+    run = 1 if shared else forward_run(dim, spec.mask, rows, geometry.num_sequences, items, processors)
+    config, kernel = _plan(spec, num_queries if shared else None, run)
+    query_tiles = -(-num_queries // config.block_q) if shared else 1
+    runs = -(-table.shape[0] // run) * heads * query_tiles
+    ctas = min(runs, processors * config.ctas_per_processor)
     offsets_kv = geometry.offsets_kv.contiguous()
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
-    # With a CTA for each item the kernel does not read the counter, and zeros are a launch of their own.
-    counter = table.new_zeros(1) if ctas < items else table
+    # With a CTA for each run the kernel does not read the counter, and zeros are a launch of their own.
+    counter = table.new_zeros(1) if ctas < runs else table
     slots = table.new_empty(CTA_SLOTS * ctas)
     kernel.launch(
         ctas,
