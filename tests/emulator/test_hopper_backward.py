@@ -12,7 +12,8 @@ from jagged_attn.activations import ELEMENTWISE
 from jagged_attn.backends import reference
 from jagged_attn.backends.base import Arch, Geometry
 from jagged_attn.backends.tlx_hopper import capability, launch_backward
-from jagged_attn.masks import BlockDiagonal, Causal, SlidingWindow
+from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
+from jagged_attn.schedule.hopper_backward import adds_up_dq
 from jagged_attn.testing.emulator import Schedule
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
@@ -25,9 +26,10 @@ EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 0, 300)
 
 @dataclass(frozen=True)
 class Case(BackwardCase):
-    """One call, of short sequences unless it says otherwise."""
+    """One call, of short sequences unless it says otherwise; ``apart``: dQ by a kernel of its own, few keys or not."""
 
     lengths_kv: tuple[int, ...] = SHORT
+    apart: bool = False
 
 
 def _tables(case: "Case", tensors: dict[str, torch.Tensor], geometry: Geometry) -> tuple[torch.Tensor, ...]:
@@ -49,6 +51,7 @@ def _run(
     launch = Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=90)
     with pytest.MonkeyPatch.context() as patch, emulated_launches(launch):
         patch.setattr(launch_backward, "num_processors", lambda device: processors)
+        patch.setattr(launch_backward, "adds_up_dq", lambda *call: not case.apart)
         patch.setattr(launch_backward, "new_gradients", lambda *like: [x.new_full(x.shape, torch.nan) for x in like])
         got = launch_backward.backward(
             *tensors.values(), out.to(case.dtype), lse.float(), geometry, spec, _tables(case, tensors, geometry)
@@ -108,24 +111,28 @@ FACTORS = {
 }
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", EXTENTS)
-def test_extents(name):
-    _check(EXTENTS[name])
+def test_extents(name, apart):
+    _check(replace(EXTENTS[name], apart=apart))
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name):
-    _check(MASKS[name])
+def test_masks(name, apart):
+    _check(replace(MASKS[name], apart=apart))
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", FACTORS)
-def test_factors(name):
-    _check(FACTORS[name])
+def test_factors(name, apart):
+    _check(replace(FACTORS[name], apart=apart))
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_activations(name):
-    _check(Case((70, 9), activation=name))
+def test_activations(name, apart):
+    _check(Case((70, 9), activation=name, apart=apart))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +141,9 @@ def test_activations(name):
      Case((3, 70), (0, 0)), Case((0, 5), (5, 0), extra_rows=2)],
     ids=str,
 )  # fmt: skip
-def test_hardly_anything(case):
-    for gradient in _check(case).values():
+@pytest.mark.parametrize("apart", [False, True])
+def test_hardly_anything(case, apart):
+    for gradient in _check(replace(case, apart=apart)).values():
         assert not gradient.any()
 
 
@@ -159,10 +167,22 @@ def test_deterministic(name):
     _check(DETERMINISTIC[name])
 
 
-def test_deterministic_means_the_same_bits_in_any_order():
-    case = Case((130, 5), heads=(2, 1), deterministic=True)
+@pytest.mark.parametrize("asked", [{"deterministic": True}, {"apart": True}], ids=str)
+def test_dq_apart_means_the_same_bits_in_any_order(asked):
+    case = Case((130, 5), heads=(2, 1), **asked)
     first, again = _check(case), _check(case, Schedule("random", 1), processors=5)
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dim", "rows_kv", "adds_up"),
+    [(Full(), 128, 4 * 320, False), (Full(), 128, 4 * 320 + 1, True), (Full(), 64, 4, True),
+     (SlidingWindow(100, 100), 128, 10**6, False), (SlidingWindow(500, 0), 128, 10**6, True),
+     (SlidingWindow(100, None), 128, 10**6, True), (SlidingWindow(100, 100), 64, 10**6, True)],
+    ids=str,
+)  # fmt: skip
+def test_which_calls_add_dq_up(mask, dim, rows_kv, adds_up):
+    assert adds_up_dq(dim, mask, rows_kv, 4) is adds_up
 
 
 def test_far_more_processors_than_items():
@@ -187,8 +207,9 @@ def test_keys_past_the_end_where_all_scores_are_very_negative():
 
 @pytest.mark.parametrize(
     ("activation", "value", "deterministic"),
-    [("softmax", float("nan"), False), ("gelu", float("inf"), False), ("softmax", float("nan"), True)],
-)
+    [("softmax", float("nan"), False), ("gelu", float("inf"), False), ("softmax", float("nan"), True),
+     ("gelu", float("inf"), True)],
+)  # fmt: skip
 def test_a_neighbour_that_is_not_a_number_changes_no_bit(activation, value, deterministic):
     case = Case((9, 65, 70), activation=activation, extra_rows=2, deterministic=deterministic)
     clean, poisoned = case.tensors(), case.tensors()

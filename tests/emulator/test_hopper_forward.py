@@ -99,6 +99,8 @@ CASES = {
     "odd blocks": {"mask": BlockDiagonal(37)},
     "relu": {"activation": "relu"},
     "fast gelu, causal": {"activation": "fast_gelu", "mask": Causal()},
+    "fast gelu, fp16": {"activation": "fast_gelu", "dtype": torch.float16, "lengths_q": (300, 0, 129)},
+    "fast gelu, width 128": {"activation": "fast_gelu", "dim": 128, "lengths_q": (300, 0, 129)},
     "no keys at all": {"kind": "cross", "lengths_q": (3, 65), "lengths_kv": (0, 0), "tail": 2},
     "all empty": {"lengths_q": (0, 0), "tail": 3},
     "broadcast-Q, two tiles of queries": {"kind": "broadcast_q", "num_queries": 200, "lengths_q": (130, 0, 70)},

@@ -71,7 +71,14 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
             (257, 5), mask=SlidingWindow(70, 5), deterministic=True, processors=1
         ),
     },
-    "queries": {"deterministic": lambda: _backward((257, 5), kernel=backward_q, deterministic=True)},
+    "queries": {
+        "many items": lambda: _backward((257, 5, 300, 1), kernel=backward_q, apart=True, processors=1),
+        # Tiles of keys that one group passes by, or both, and a group without queries.
+        "masked": lambda: _backward(
+            (300, 70, 5), lengths_q=(200, 129, 3), kernel=backward_q, mask=SlidingWindow(20, 9, "top_left"), dim=128,
+            apart=True, processors=1,
+        ),
+    },
     "broadcast-Q, 64": {"40": lambda: _broadcast_q(40), "20": lambda: _broadcast_q(20)},
     "broadcast-Q, 128": {"100": lambda: _broadcast_q(100)},
 }

@@ -10,6 +10,7 @@ cannot be interrupted from within.
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,20 @@ def static_facts(draw: random.Random) -> dict[str, Any]:
             "out_scale": draw.choice((1.0, 1.0, -0.5)),
             "deterministic": draw.random() < 0.25,
         },
+        # Of the Hopper backend, which would choose by the number of rows.
+        "adds_up_dq": draw.random() < 0.5,
+        "run": draw.choice((1, 4)),
     }
+
+
+def take_ways(facts: dict[str, Any]) -> None:
+    """Have the Hopper backend, where it can be imported, go the ways that were drawn, few rows or many."""
+    try:
+        from jagged_attn.backends.tlx_hopper import launch_backward, launch_forward
+    except ImportError:
+        return
+    launch_backward.adds_up_dq = lambda *call: facts["adds_up_dq"]
+    launch_forward.forward_run = lambda head_dim, mask, *call: facts["run"] if mask == ja.Full() else 1
 
 
 def draw_case(draw: random.Random, facts: dict[str, Any]) -> Case:
@@ -101,6 +115,7 @@ def run_group(group: int) -> None:
     """All cases of a group; raises at the first that is wrong."""
     draw = random.Random(group)
     facts = static_facts(draw)
+    take_ways(facts)
     for number in range(CASES_OF_GROUP):
         case, how = draw_case(draw, facts), draw.choice(("plain", "plain", "fused", "heads first", "shifted"))
         try:
@@ -126,6 +141,7 @@ def test_the_draws_reach_every_kind() -> None:
     assert {str(x["options"]["mask"]) for x in facts} == {str(mask) for mask in MASKS}
     assert {x["options"]["activation"] for x in facts} == set(ACTIVATIONS)
     assert {x["options"]["deterministic"] for x in facts} == {True, False}
+    assert {(x["dim"], x["adds_up_dq"], x["run"]) for x in facts} == set(product((64, 128), (True, False), (1, 4)))
 
 
 if __name__ == "__main__":

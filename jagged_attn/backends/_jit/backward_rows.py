@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """What the TLX backwards share: row statistics, the sum of dQ, work items of key tiles, and the masks of their tiles.
 
-``prepare_backward`` lays out what the softmax needs a query row, and zeroes the fp32 sum of dQ; ``finish_dq`` rounds
-that sum. Every role of a kernel between them counts the tiles of a work item with ``key_item``.
+``prepare_backward`` lays out what the softmax needs a query row; ``finish_dq`` rounds the fp32 sum of dQ. Every role of
+a kernel between them counts the tiles of a work item with ``key_item``.
 """
 
 import triton
@@ -39,10 +39,9 @@ def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q"])
-def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_sequences, total_q, dout_row,
-                     inverse_out_scale, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
-                     SOFTMAX: tl.constexpr, ZERO: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
-    """Zero the counters and, with ZERO, the sum of dQ; write each query row's lse (base 2) and delta / out_scale.
+def prepare_backward(dout, out, lse, stats, counters, offsets_q, num_sequences, total_q, dout_row, inverse_out_scale,
+                     H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, COUNTERS: tl.constexpr):  # fmt: skip
+    """Zero the counters; write each query row's lse (base 2) and delta / out_scale, for the softmax.
 
     One program for each block and head of ``stats [blocks, H, 2, BM]``. Rows past the end of a sequence, and rows that
     see no key, get lse = +inf and delta = 0: their scores' exponentials are 0 whatever the score.
@@ -54,23 +53,18 @@ def prepare_backward(dout, out, lse, stats, dq_sum, counters, offsets_q, num_seq
     b = _sequence_of_block(block, offsets_q, num_sequences, total_q, BM)
     start, length = sequence_rows(offsets_q, b, num_sequences, total_q)
     in_sequence = (block - first_block(start, b, BM)) * BM + tl.arange(0, BM)
-    row_ok = (in_sequence >= 0) & (in_sequence < length)
+    # Rows of no sequence have no keys.
+    row_ok = (in_sequence >= 0) & (in_sequence < length) & (b < num_sequences)
     rows = start + in_sequence
     columns = tl.arange(0, D)[None, :]
-    if ZERO:
-        sums = dq_sum + ((rows * H + head) * D)[:, None] + columns
-        tl.store(sums, tl.zeros([BM, D], tl.float32), mask=row_ok[:, None])
-    if SOFTMAX:
-        # Rows of no sequence have no keys.
-        row_ok = row_ok & (b < num_sequences)
-        dout_tile = tl.load(dout + (rows * dout_row + head * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
-        out_tile = tl.load(out + ((rows * H + head) * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
-        delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1) * inverse_out_scale
-        row_lse = tl.load(lse + rows * H + head, mask=row_ok, other=float("inf")) * LOG2E
-        seen = row_lse != float("-inf")
-        to = stats + (block.to(tl.int64) * H + head) * (2 * BM) + tl.arange(0, BM)
-        tl.store(to, tl.where(seen, row_lse, float("inf")))
-        tl.store(to + BM, tl.where(seen, delta, 0.0))
+    dout_tile = tl.load(dout + (rows * dout_row + head * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
+    out_tile = tl.load(out + ((rows * H + head) * D)[:, None] + columns, mask=row_ok[:, None], other=0.0)
+    delta = tl.sum(dout_tile.to(tl.float32) * out_tile.to(tl.float32), 1) * inverse_out_scale
+    row_lse = tl.load(lse + rows * H + head, mask=row_ok, other=float("inf")) * LOG2E
+    seen = row_lse != float("-inf")
+    to = stats + (block.to(tl.int64) * H + head) * (2 * BM) + tl.arange(0, BM)
+    tl.store(to, tl.where(seen, row_lse, float("inf")))
+    tl.store(to + BM, tl.where(seen, delta, 0.0))
 
 
 @triton.jit(do_not_specialize=["total_q"])

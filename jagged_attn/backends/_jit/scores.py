@@ -226,6 +226,19 @@ def activate_product(s, scale, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
         return activate(s * scale, ACT, FAST_TANH)
 
 
+@triton.constexpr_function
+def leaves_factor_out(act, dtype):
+    """Whether weights take an operation fewer without a factor, and cannot overflow without it: in bfloat16."""
+    return act == "fast_gelu" and dtype == tl.bfloat16
+
+
+@triton.jit
+def activate_but_factor(s, scale):
+    """``activate_product`` of ``fast_gelu``, divided by ``scale / 2``."""
+    linear = scale * (0.5 * _GELU_2A)
+    return s * _hardware_tanh(s * (linear + s * s * (linear * scale * scale * _GELU_B))) + s
+
+
 @triton.jit
 def derivative(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
     """The derivative of ``activate``; at a kink, that of the left side."""

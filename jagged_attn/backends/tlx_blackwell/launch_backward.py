@@ -56,9 +56,7 @@ def options(config: BackwardConfig) -> dict[str, Any]:
 @lru_cache(maxsize=1024)
 def _kernels(spec: AttentionSpec, config: BackwardConfig, on_gpu: bool) -> list[PreparedKernel]:
     values = {
-        "H": spec.num_heads, "D": spec.head_dim, "BM": ROWS, "SOFTMAX": spec.has_softmax,
-        "ZERO": spec.kind != "broadcast_q", "COUNTERS": _COUNTERS,
-        "WIDTH": spec.num_heads * spec.head_dim, "BLOCK": _FINISH_BLOCK,
+        "H": spec.num_heads, "D": spec.head_dim, "BM": ROWS, "COUNTERS": _COUNTERS, "WIDTH": spec.num_heads * spec.head_dim, "BLOCK": _FINISH_BLOCK,
     }  # fmt: skip
     main = {"C": constants(spec, config, on_gpu)}
     return [
@@ -99,15 +97,15 @@ def backward(
     prepare, gradients, finish = _kernels(spec, config, q.is_cuda)
     blocks = total_q // ROWS + num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * ROWS if spec.has_softmax else 0, dtype=torch.float32)
-    sums = (_REPLICAS * q.shape[0], heads, dim) if shared else q.shape
-    dq_sum = (q.new_zeros if shared else q.new_empty)(sums, dtype=torch.float32)
-    counter = q.new_empty(_COUNTERS, dtype=torch.int32)
+    dq_sum = q.new_zeros((_REPLICAS * q.shape[0], heads, dim) if shared else q.shape, dtype=torch.float32)
+    counter = (q.new_empty if spec.has_softmax else q.new_zeros)(_COUNTERS, dtype=torch.int32)
     offsets = offsets_q.contiguous(), geometry.offsets_kv.contiguous()
     sizes = num_sequences, total_q, k.shape[0]
-    prepare.launch(
-        blocks * heads, (dout, out, lse, stats, dq_sum, counter, offsets[0]), sizes[:2],
-        (dout.stride(0), inverse(spec.out_scale)),
-    )  # fmt: skip
+    if spec.has_softmax:
+        prepare.launch(
+            blocks * heads, (dout, out, lse, stats, counter, offsets[0]), sizes[:2],
+            (dout.stride(0), inverse(spec.out_scale)),
+        )  # fmt: skip
     turns = counter.new_zeros(total_q * heads if spec.deterministic else 1)
     items = tables[0].shape[0] * spec.num_kv_heads
     programs = min(num_processors(q.device) // config.ctas or 1, items) * config.ctas

@@ -10,8 +10,8 @@ __all__ = ["HEAD_DIMS", "NO_TLX", "supports", "table_requests"]
 BROADCAST_Q_BLOCK_KV = 64
 # Tiles of dK and dV, and of dQ where that is a kernel of its own.
 BLOCK_Q, BLOCK_KV = 64, 128
-TABLE_REQUEST = TableRequest("kv", BLOCK_KV, "q")
-DETERMINISTIC_TABLE_REQUEST = TableRequest("q", 2 * BLOCK_Q, "kv")
+KEYS_TABLE = TableRequest("kv", BLOCK_KV, "q")
+QUERIES_TABLE = TableRequest("q", 2 * BLOCK_Q, "kv")
 
 
 def supports(spec: AttentionSpec, arch: Arch) -> str | None:
@@ -28,6 +28,5 @@ def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
             TableRequest("kv", BLOCK_KV, "kv"),
         )
     forward = TableRequest("q", forward_config(spec.head_dim, None, spec.mask).block_q, "kv")
-    if spec.deterministic:
-        return forward, TABLE_REQUEST, DETERMINISTIC_TABLE_REQUEST
-    return forward, TABLE_REQUEST
+    # Whether dQ is a kernel of its own depends on the number of rows, too; the forward's table is often the same.
+    return forward, KEYS_TABLE, QUERIES_TABLE

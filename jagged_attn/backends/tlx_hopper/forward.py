@@ -18,7 +18,17 @@ import triton.language as tl
 
 from .._jit.forward_items import find_tile, read_item, run_goes_on, unmasked_blocks, write_empty
 from .._jit.rings import ITEM_SLOT, next_item, open_slot, publish, ragged, ring
-from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_kind, mask_opens, pairs_allowed
+from .._jit.scores import (
+    LN2,
+    LOG2E,
+    activate_but_factor,
+    activate_product,
+    key_range,
+    leaves_factor_out,
+    mask_kind,
+    mask_opens,
+    pairs_allowed,
+)
 from .._jit.tlx import tlx
 
 _ROWS = tl.constexpr(64)
@@ -189,8 +199,12 @@ def _pass_turn(g: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _activated(s, m, l, scale, first_key, seen, C: tl.constexpr, MASKED: tl.constexpr):  # noqa: E741 - its usual name
-    """The weights p of a block, what the sums so far have to be multiplied by, and the new row maxima and sums."""
+def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E741 - its usual name
+               C: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """The weights p of a block, what the sums so far have to be multiplied by, and the new row maxima and sums.
+
+    Of ``leaves_factor_out`` the weights are without their factor, which ``attend`` has put into that of the output.
+    """
     if MASKED:
         lo_rows, hi_rows, len_kv = seen
         keys = first_key + tl.arange(0, C.block_kv)
@@ -205,12 +219,15 @@ def _activated(s, m, l, scale, first_key, seen, C: tl.constexpr, MASKED: tl.cons
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.math.exp2(s * scale - base[:, None])
         alpha = tl.math.exp2(m - base)
-        return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+        return p.to(DTYPE), alpha, m_new, l * alpha + tl.sum(p, 1)
     else:
-        p = activate_product(s, scale, C.act, True)
+        if leaves_factor_out(C.act, DTYPE):
+            p = activate_but_factor(s, scale)
+        else:
+            p = activate_product(s, scale, C.act, True)
         if MASKED:
             p = tl.where(allowed, p, 0.0)
-        return p, m, m, l
+        return p.to(DTYPE), m, m, l
 
 
 @triton.jit
@@ -230,12 +247,12 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     _pass_turn(g, C)
     s = tlx.async_dot_wait(1, s)
     _release(k_empty[buf], item, C)
-    p_new, alpha, m, l = _activated(s, m, l, scale, first_key, seen, C, MASKED)  # noqa: E741
+    p, alpha, m, l = _activated(s, m, l, scale, first_key, seen, p.dtype, C, MASKED)  # noqa: E741
     acc = tlx.async_dot_wait(0, acc)
     _release(v_empty[last], item, C)
     if C.act == "softmax":
         acc = acc * alpha[:, None]
-    return acc, p_new.to(p.dtype), m, l
+    return acc, p, m, l
 
 
 @triton.jit
@@ -264,8 +281,12 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     _pass_turn(g, C)
     s = tlx.async_dot_wait(0, s)
     _release(k_empty[buf], item, C)
-    p, _, m, l = _activated(s, m, l, scale, lo + (blocks - 1) * C.block_kv, seen, C, True)  # noqa: E741
-    sums = (tl.zeros((_ROWS, C.dim), tl.float32), p.to(tlx.dtype_of(desc_o)), m, l)
+    # Without a mask or a sum of weights, keys past the end need no comparison: their scores of 0 meet zeros in V.
+    CUT: tl.constexpr = C.act == "softmax" or mask_kind(C.mask) != "full"
+    p, _, m, l = _activated(  # noqa: E741
+        s, m, l, scale, lo + (blocks - 1) * C.block_kv, seen, tlx.dtype_of(desc_o), C, CUT
+    )
+    sums = (tl.zeros((_ROWS, C.dim), tl.float32), p, m, l)
     count += 1
 
     begin, end = unmasked_blocks(first_row, len_q, len_kv, lo, blocks, C.block_kv, _ROWS * C.groups, C.mask)
@@ -334,6 +355,8 @@ def attend(g: tl.constexpr, desc_o, out, lse, where, scale, out_scale, hand_out,
     """64 rows of queries of each item: scores, weights, output and log-sum-exp."""
     if C.act == "softmax":
         scale = scale * LOG2E
+    elif leaves_factor_out(C.act, tlx.dtype_of(desc_o)):
+        out_scale = out_scale * (0.5 * scale)
     count = 0
     turn = 0
     if C.turns and g == 1:

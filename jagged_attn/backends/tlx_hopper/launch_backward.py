@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...schedule.arch import num_processors
+from ...schedule.hopper_backward import adds_up_dq
 from ...spec import AttentionSpec
 from .._jit.backward_rows import finish_dq, prepare_backward
 from .._jit.constants import Constants
@@ -19,10 +20,13 @@ from .backward import backward_kv
 from .backward_queries import backward_q
 from .capability import BLOCK_KV, BLOCK_Q
 
-# Tiles of Q and dO in flight, by head dim: as many as fit.
+# Tiles of Q and dO in flight, by head dim: as many as fit. Without dS and dQ in shared memory one more does.
 _STAGES = {64: 4, 128: 2}
+_STAGES_WITHOUT_DQ = {64: 4, 128: 3}
 # Tiles of K and V, in the kernel of dQ.
 _BLOCK_KEYS, _KEY_STAGES = 64, 3
+import os
+_EARLY = os.environ.get("EARLY", "00")
 _DS_STAGES = 2
 # Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
 _REPLICAS = 16
@@ -44,20 +48,20 @@ class _Kernels:
 
 
 @lru_cache(maxsize=1024)
-def _kernels(spec: AttentionSpec, on_gpu: bool) -> _Kernels:
+def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
     shared, dim = spec.kind == "broadcast_q", spec.head_dim
-    sums = shared or not spec.deterministic
+    # An element-wise activation parks factors in the tiles of dS.
+    stages = (_STAGES if sums or not spec.has_softmax else _STAGES_WITHOUT_DQ)[dim]
     around = {
-        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "SOFTMAX": spec.has_softmax, "COUNTERS": _COUNTERS * _APART,
-        "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK, "ZERO": sums and not shared,
+        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "COUNTERS": _COUNTERS * _APART, "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK,
     }  # fmt: skip
     common = {
         "heads": spec.num_heads, "group": spec.group_size, "dim": dim, "mask": spec.mask.code,
         "act": spec.activation[0], "fast_tanh": on_gpu,
     }  # fmt: skip
     keys = Constants(
-        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=_STAGES[dim], ds_stages=_DS_STAGES, sums=sums,
-        replicas=_REPLICAS if shared else 0,
+        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, sums=sums,
+        replicas=_REPLICAS if shared else 0, early_dp=_EARLY[int(sums)] == "1",
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
     four = {"num_warps": 4}
@@ -141,26 +145,32 @@ class _Call:
 
 def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
-    kernels = _kernels(spec, q.is_cuda)
+    sums = call.shared or (
+        not spec.deterministic and adds_up_dq(dim, spec.mask, call.k.shape[0], call.num_sequences)
+    )
+    kernels = _kernels(spec, sums, q.is_cuda)
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
-    if call.shared:
-        dq_sum = q.new_zeros((_REPLICAS * q.shape[0], heads, dim), dtype=torch.float32)
-    else:
-        dq_sum = q.new_empty((1, heads, dim) if spec.deterministic else q.shape, dtype=torch.float32)
-    counters = q.new_empty((_COUNTERS, _APART), dtype=torch.int32)
-    # Without an out_scale everything is 0 in the end; the sums need only be finite.
-    inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
-    tensors = (call.dout, out, lse, stats, dq_sum, counters, call.offsets_q)
-    kernels.prepare.launch(blocks * heads, tensors, call.sizes[:2], (call.dout.stride(0), inverse_out_scale))
+    copies = _REPLICAS * q.shape[0] if call.shared else q.shape[0]
+    dq_sum = q.new_zeros((copies if sums else 1, heads, dim), dtype=torch.float32)
+    counters = (q.new_empty if spec.has_softmax else q.new_zeros)((_COUNTERS, _APART), dtype=torch.int32)
+    if spec.has_softmax:
+        # Without an out_scale everything is 0 in the end; the sums need only be finite.
+        inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
+        kernels.prepare.launch(
+            blocks * heads,
+            (call.dout, out, lse, stats, counters, call.offsets_q),
+            call.sizes[:2],
+            (call.dout.stride(0), inverse_out_scale),
+        )
     _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
     factor = spec.scale * spec.out_scale
     if call.shared:
         call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
-    elif spec.deterministic:
-        _launch_queries(call, kernels.queries, stats, counters[1])
-    else:
+    elif sums:
         kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (total_q,), (factor,))
+    else:
+        _launch_queries(call, kernels.queries, stats, counters[1])
 
 
 def _launch_keys(
