@@ -219,7 +219,7 @@ def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E7
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
         p = tl.math.exp2(s * scale - base[:, None])
         alpha = tl.math.exp2(m - base)
-        return p.to(DTYPE), alpha, m_new, l * alpha + tl.sum(p, 1)
+        return p, alpha, m_new, l * alpha + tl.sum(p, 1)
     else:
         if leaves_factor_out(C.act, DTYPE):
             p = activate_but_factor(s, scale)
@@ -227,7 +227,7 @@ def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E7
             p = activate_product(s, scale, C.act, True)
         if MASKED:
             p = tl.where(allowed, p, 0.0)
-        return p.to(DTYPE), m, m, l
+        return p, m, m, l
 
 
 @triton.jit
@@ -247,12 +247,13 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     _pass_turn(g, C)
     s = tlx.async_dot_wait(1, s)
     _release(k_empty[buf], item, C)
-    p, alpha, m, l = _activated(s, m, l, scale, first_key, seen, p.dtype, C, MASKED)  # noqa: E741
+    p_new, alpha, m, l = _activated(s, m, l, scale, first_key, seen, p.dtype, C, MASKED)  # noqa: E741
     acc = tlx.async_dot_wait(0, acc)
     _release(v_empty[last], item, C)
     if C.act == "softmax":
         acc = acc * alpha[:, None]
-    return acc, p, m, l
+    # Rounded after the wait: before it, ptxas may serialise the product that still reads the weights before these.
+    return acc, p_new.to(p.dtype), m, l
 
 
 @triton.jit
@@ -286,7 +287,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     p, _, m, l = _activated(  # noqa: E741
         s, m, l, scale, lo + (blocks - 1) * C.block_kv, seen, tlx.dtype_of(desc_o), C, CUT
     )
-    sums = (tl.zeros((_ROWS, C.dim), tl.float32), p, m, l)
+    sums = (tl.zeros((_ROWS, C.dim), tl.float32), p.to(tlx.dtype_of(desc_o)), m, l)
     count += 1
 
     begin, end = unmasked_blocks(first_row, len_q, len_kv, lo, blocks, C.block_kv, _ROWS * C.groups, C.mask)
