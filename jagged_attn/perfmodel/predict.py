@@ -334,11 +334,9 @@ def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> P
 
 def _run_of(machine: Machine, workload: Workload, lengths: Lengths, config: ForwardConfig) -> int:
     """Entries of a run of the forward."""
-    if workload.kind == "broadcast_q":
-        return 1
     rows, batch = (sum(lengths.q), sum(lengths.kv)), len(lengths.kv)
     items = max_tiles(rows[0], batch, config.block_q) * workload.num_heads
-    return forward_run(workload.head_dim, workload.mask, rows, batch, items, machine.processors)
+    return forward_run(workload.kind, workload.head_dim, workload.mask, rows, batch, items, machine.processors)
 
 
 @lru_cache(maxsize=4096)

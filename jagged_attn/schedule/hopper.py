@@ -116,14 +116,16 @@ _RUNS_PER_PROCESSOR = 16
 
 
 def forward_run(
-    head_dim: int, mask: Mask, rows: tuple[int, int], num_sequences: int, items: int, processors: int
+    kind: str, head_dim: int, mask: Mask, rows: tuple[int, int], num_sequences: int, items: int, processors: int
 ) -> int:
-    """``run`` of self or cross attention: more than 1 where keys mostly stay in shared memory.
+    """``run`` of a call: more than 1 for cross attention in which keys mostly stay in shared memory.
 
-    Lengths are on the device, so the mean sequence decides: its keys fit the rings, and its queries are two tiles or
-    more. Elsewhere keys do not stay, and runs only part CTAs that read the same keys at a time, from the L2 cache.
+    Lengths are on the device, so the mean sequence decides: its keys fit the rings, and its queries are a tile and a
+    half or more. Elsewhere keys do not stay, and runs only part CTAs that read the same keys at a time, from the L2
+    cache. Of self-attention most tiles are of sequences too long to stay where the mean one has two.
 
     Args:
+        kind: of the call, as in ``AttentionSpec``.
         head_dim: D, 64 or 128.
         mask: of the call.
         rows: T_q and T_kv.
@@ -131,11 +133,11 @@ def forward_run(
         items: entries of the tile table times heads.
         processors: multiprocessors of the device.
     """
-    if mask != Full() or items < RUN * _RUNS_PER_PROCESSOR * processors:
+    if kind != "cross" or mask != Full() or items < RUN * _RUNS_PER_PROCESSOR * processors:
         return 1
     config = forward_config(head_dim, None, mask)
     rows_q, rows_kv = rows
     # An eighth more: rows of no sequence, such as those that fill a buffer up, are counted in.
     has_few_keys = 8 * rows_kv <= 9 * num_sequences * config.keys_in_flight
-    has_more_queries = rows_q >= num_sequences * 2 * config.block_q
-    return RUN if has_few_keys and has_more_queries else 1
+    has_tiles = 2 * rows_q >= 3 * num_sequences * config.block_q
+    return RUN if has_few_keys and has_tiles else 1

@@ -49,7 +49,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     table = geometry.tables[0]
     processors = num_processors(q.device)
     rows, items = (num_queries, k.shape[0]), table.shape[0] * heads
-    run = 1 if shared else forward_run(dim, spec.mask, rows, geometry.num_sequences, items, processors)
+    run = forward_run(spec.kind, dim, spec.mask, rows, geometry.num_sequences, items, processors)
     config, kernel = _plan(spec, num_queries if shared else None, run)
     query_tiles = -(-num_queries // config.block_q) if shared else 1
     runs = -(-table.shape[0] // run) * heads * query_tiles
