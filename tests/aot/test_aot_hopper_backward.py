@@ -15,7 +15,7 @@ from jagged_attn.testing.aot import Compilation, Gate, compile_kernel
 _CONTAINS = ("wgmma", "tma_load", "tma_store", "tma_reduce", "setmaxnreg", "proxy_fence", "named_barrier")
 
 
-def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offsets="i64", sums=True, early=False):  # noqa: B008 - frozen
+def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offsets="i64", sums=True):  # noqa: B008 - frozen
     queries, keys = (f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>" for rows in (64, 128))
     signature = {"desc_q": queries, "desc_k": keys, "desc_v": keys, "desc_do": queries}
     signature |= {"desc_sum": f"tensordesc<fp32[1, 1, 64, {dim // 2}]>", "desc_dk": queries, "desc_dv": queries}
@@ -25,7 +25,7 @@ def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offs
     signature |= {"scale": "fp32", "out_scale": "fp32"}
     constants = Constants(
         heads=4, group=group, dim=dim, mask=mask.code, act=act, fast_tanh=True, rows=64, keys=128,
-        stages=4 if dim == 64 else 2 if sums or act != "softmax" else 3, ds_stages=2, sums=sums, replicas=0, early_dp=early,
+        stages=4 if dim == 64 else 2 if sums or act != "softmax" else 3, ds_stages=2, sums=sums, replicas=0,
     )  # fmt: skip
     return Compilation(name, backward_kv, signature, {"C": constants}, 90)
 

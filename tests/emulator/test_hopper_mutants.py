@@ -75,8 +75,13 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         "many items": lambda: _backward((257, 5, 300, 1), kernel=backward_q, apart=True, processors=1),
         # Tiles of keys that one group passes by, or both, and a group without queries.
         "masked": lambda: _backward(
-            (300, 70, 5), lengths_q=(200, 129, 3), kernel=backward_q, mask=SlidingWindow(20, 9, "top_left"), dim=128,
-            apart=True, processors=1,
+            (300, 70, 5),
+            lengths_q=(200, 129, 3),
+            kernel=backward_q,
+            mask=SlidingWindow(20, 9, "top_left"),
+            dim=128,
+            apart=True,
+            processors=1,
         ),
     },
     "broadcast-Q, 64": {"40": lambda: _broadcast_q(40), "20": lambda: _broadcast_q(20)},

@@ -56,7 +56,8 @@ def options(config: BackwardConfig) -> dict[str, Any]:
 @lru_cache(maxsize=1024)
 def _kernels(spec: AttentionSpec, config: BackwardConfig, on_gpu: bool) -> list[PreparedKernel]:
     values = {
-        "H": spec.num_heads, "D": spec.head_dim, "BM": ROWS, "COUNTERS": _COUNTERS, "WIDTH": spec.num_heads * spec.head_dim, "BLOCK": _FINISH_BLOCK,
+        "H": spec.num_heads, "D": spec.head_dim, "BM": ROWS, "COUNTERS": _COUNTERS,
+        "WIDTH": spec.num_heads * spec.head_dim, "BLOCK": _FINISH_BLOCK,
     }  # fmt: skip
     main = {"C": constants(spec, config, on_gpu)}
     return [

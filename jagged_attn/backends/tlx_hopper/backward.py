@@ -2,9 +2,9 @@
 """The backward kernel of self and cross attention for Hopper; ``_jit.backward_rows`` has what comes before and after.
 
 ``backward_kv`` keeps a tile of 128 keys, streams the queries that see it, and adds each query tile's share of dQ to an
-fp32 sum in global memory; or leaves dQ to ``backward_queries``, where keys are few or calls must be repeatable, which
-the order of additions is not. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta handed in is divided by it,
-and dQ, dK and dV are multiplied by it once.
+fp32 sum in global memory; or leaves dQ to ``backward_queries``, where keys are few or a call must be repeatable, which
+the order of additions is not. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta
+handed in is divided by it, and dQ, dK and dV are multiplied by it once.
 
     dV = c P^T dO     dS = P (dO V^T - delta / c)     dK = c scale dS^T Q     dQ = c scale dS K     (c = out_scale)
 
@@ -149,119 +149,62 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     buf, phase = ring(count, C.stages)
     ds_buf, ds_phase = ring(count + 1, C.ds_stages)
     k_buf = turn % 2
-    # Before a CTA's first tile there are zeros: that product is made and dropped.
+    # Before a CTA's first tile there are zeros.
     last_buf, last_phase = ring(count, C.ds_stages)
-    if C.early_dp:
-        tlx.barrier_wait(q_full[buf], phase)
-        s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
-        tlx.barrier_wait(do_full[buf], phase)
-        if trip == 0:
-            tlx.barrier_wait(v_full[0], turn & 1)
-        dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
+    tlx.barrier_wait(q_full[buf], phase)
+    s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
+    if C.sums:
+        tlx.barrier_wait(ds_full[last_buf], last_phase)
+        dq = tlx.async_dot(
+            tlx.local_trans(ds_tiles[last_buf]),
+            tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS]),
+        )
         s = tlx.async_dot_wait(1, s)
-        if C.act == "softmax":
-            lse_row = tlx.local_load(lse_rows[buf])
-        else:
-            lse_row = tl.zeros([C.rows], tl.float32)
-        p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
-        if C.sums or PARK:
-            own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
-        if PARK:
-            if C.sums:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-            tlx.local_store(own_ds, factor)
-        if C.sums:
-            tlx.barrier_wait(ds_full[last_buf], last_phase)
-            dq = tlx.async_dot(
-                tlx.local_trans(ds_tiles[last_buf]),
-                tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS]),
-            )
-        dv = tlx.async_dot(p, do_tiles[buf], dv)
-        if C.sums:
-            dp = tlx.async_dot_wait(2, dp)
-        else:
-            dp = tlx.async_dot_wait(1, dp)
-        if trip == trips - 1:
-            tlx.barrier_arrive(v_empty[0], 1)
-        if C.act == "softmax":
-            dp -= tlx.local_load(delta_rows[buf])[None, :]
-        if PARK:
-            factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
-        ds = (factor.to(tl.float32) * dp).to(DTYPE)
-        if C.sums:
-            if not PARK:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-            tlx.local_store(own_ds, ds)
-            tlx.fence("async_shared")
-            tlx.barrier_arrive(ds_full[ds_buf], 1)
-        dk = tlx.async_dot(ds, q_tiles[buf], dk)
-        if C.sums:
-            tlx.async_descriptor_store_wait(0)
-            dq = tlx.async_dot_wait(2, dq)
-            tlx.barrier_arrive(ds_empty[last_buf], 1)
-            if count > 0:
-                if trip == 0:
-                    tlx.barrier_arrive(k_empty[last[4]], 1)
-                _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
-        dv = tlx.async_dot_wait(1, dv)
-        dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(tile_empty[buf], 1)
-        return dk, dv
     else:
-        tlx.barrier_wait(q_full[buf], phase)
-        s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
+        s = tlx.async_dot_wait(0, s)
+    if C.act == "softmax":
+        lse_row = tlx.local_load(lse_rows[buf])
+    else:
+        lse_row = tl.zeros([C.rows], tl.float32)
+    p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
+    if C.sums or PARK:
+        own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
+    if PARK:
         if C.sums:
-            tlx.barrier_wait(ds_full[last_buf], last_phase)
-            dq = tlx.async_dot(
-                tlx.local_trans(ds_tiles[last_buf]),
-                tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS]),
-            )
-            s = tlx.async_dot_wait(1, s)
-        else:
-            s = tlx.async_dot_wait(0, s)
-        if C.act == "softmax":
-            lse_row = tlx.local_load(lse_rows[buf])
-        else:
-            lse_row = tl.zeros([C.rows], tl.float32)
-        p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
-        if C.sums or PARK:
-            own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
-        if PARK:
-            if C.sums:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-            tlx.local_store(own_ds, factor)
-        tlx.barrier_wait(do_full[buf], phase)
-        if trip == 0:
-            tlx.barrier_wait(v_full[0], turn & 1)
-        dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
-        if C.sums:
-            tlx.async_descriptor_store_wait(0)
-            dq = tlx.async_dot_wait(1, dq)
-            tlx.barrier_arrive(ds_empty[last_buf], 1)
-            if count > 0:
-                if trip == 0:
-                    tlx.barrier_arrive(k_empty[last[4]], 1)
-                _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
-        dv = tlx.async_dot(p, do_tiles[buf], dv)
-        dp = tlx.async_dot_wait(1, dp)
-        if trip == trips - 1:
-            tlx.barrier_arrive(v_empty[0], 1)
-        if C.act == "softmax":
-            dp -= tlx.local_load(delta_rows[buf])[None, :]
-        if PARK:
-            factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
-        ds = (factor.to(tl.float32) * dp).to(DTYPE)
-        if C.sums:
-            if not PARK:
-                tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
-            tlx.local_store(own_ds, ds)
-            tlx.fence("async_shared")
-            tlx.barrier_arrive(ds_full[ds_buf], 1)
-        dk = tlx.async_dot(ds, q_tiles[buf], dk)
-        dv = tlx.async_dot_wait(1, dv)
-        dk = tlx.async_dot_wait(0, dk)
-        tlx.barrier_arrive(tile_empty[buf], 1)
-        return dk, dv
+            tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+        tlx.local_store(own_ds, factor)
+    tlx.barrier_wait(do_full[buf], phase)
+    if trip == 0:
+        tlx.barrier_wait(v_full[0], turn & 1)
+    dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
+    if C.sums:
+        tlx.async_descriptor_store_wait(0)
+        dq = tlx.async_dot_wait(1, dq)
+        tlx.barrier_arrive(ds_empty[last_buf], 1)
+        if count > 0:
+            if trip == 0:
+                tlx.barrier_arrive(k_empty[last[4]], 1)
+            _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
+    dv = tlx.async_dot(p, do_tiles[buf], dv)
+    dp = tlx.async_dot_wait(1, dp)
+    if trip == trips - 1:
+        tlx.barrier_arrive(v_empty[0], 1)
+    if C.act == "softmax":
+        dp -= tlx.local_load(delta_rows[buf])[None, :]
+    if PARK:
+        factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
+    ds = (factor.to(tl.float32) * dp).to(DTYPE)
+    if C.sums:
+        if not PARK:
+            tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
+        tlx.local_store(own_ds, ds)
+        tlx.fence("async_shared")
+        tlx.barrier_arrive(ds_full[ds_buf], 1)
+    dk = tlx.async_dot(ds, q_tiles[buf], dk)
+    dv = tlx.async_dot_wait(1, dv)
+    dk = tlx.async_dot_wait(0, dk)
+    tlx.barrier_arrive(tile_empty[buf], 1)
+    return dk, dv
 
 
 @triton.jit
@@ -366,8 +309,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
     start_kv, len_kv, first_key = receive_keys(slots, turn)
     if C.sums:
+        # The first dS of all: zeros, whose dQ is nobody's and dropped.
         tlx.barrier_arrive(exchange[3][0], 1)
-    # Nobody's: it is dropped.
     last = _where(0, 0, (kv_head, len_q, begin, tl.maximum(n, 1), start_q), C)
     while n > 0:
         rows_dq = tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
@@ -455,7 +398,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     way_out = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
     dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2, reuse=way_out)
     out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2, reuse=way_out)
-    ds_tiles = dq_tiles  # nobody's, but for these:
+    ds_tiles = out_tiles  # not read
     if C.sums or C.act != "softmax":
         ds_tiles = tlx.local_alloc((C.keys, C.rows), DTYPE, C.ds_stages)
     lse_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
@@ -472,7 +415,6 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 2)
     if C.sums:
-        # What a dQ is made of before the first dS.
         tlx.local_store(ds_tiles[0], tl.zeros([C.keys, C.rows], DTYPE))
         tlx.fence("async_shared")
     where = (items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)

@@ -25,8 +25,6 @@ _STAGES = {64: 4, 128: 2}
 _STAGES_WITHOUT_DQ = {64: 4, 128: 3}
 # Tiles of K and V, in the kernel of dQ.
 _BLOCK_KEYS, _KEY_STAGES = 64, 3
-import os
-_EARLY = os.environ.get("EARLY", "00")
 _DS_STAGES = 2
 # Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
 _REPLICAS = 16
@@ -53,7 +51,8 @@ def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
     # An element-wise activation parks factors in the tiles of dS.
     stages = (_STAGES if sums or not spec.has_softmax else _STAGES_WITHOUT_DQ)[dim]
     around = {
-        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "COUNTERS": _COUNTERS * _APART, "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK,
+        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "COUNTERS": _COUNTERS * _APART,
+        "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK,
     }  # fmt: skip
     common = {
         "heads": spec.num_heads, "group": spec.group_size, "dim": dim, "mask": spec.mask.code,
@@ -61,7 +60,7 @@ def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
     }  # fmt: skip
     keys = Constants(
         **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, sums=sums,
-        replicas=_REPLICAS if shared else 0, early_dp=_EARLY[int(sums)] == "1",
+        replicas=_REPLICAS if shared else 0,
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
     four = {"num_warps": 4}
@@ -145,9 +144,8 @@ class _Call:
 
 def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
-    sums = call.shared or (
-        not spec.deterministic and adds_up_dq(dim, spec.mask, call.k.shape[0], call.num_sequences)
-    )
+    repeatable = spec.deterministic or not adds_up_dq(dim, spec.mask, call.k.shape[0], call.num_sequences)
+    sums = call.shared or not repeatable
     kernels = _kernels(spec, sums, q.is_cuda)
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
