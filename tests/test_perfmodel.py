@@ -14,7 +14,7 @@ from jagged_attn.bench.problem import BACKWARD, FORWARD, make_problem
 from jagged_attn.bench.workloads import Workload
 from jagged_attn.perfmodel import blackwell
 from jagged_attn.perfmodel.__main__ import compare, main
-from jagged_attn.perfmodel.hopper import Forward, ForwardItem, Keys, KeysItem
+from jagged_attn.perfmodel.hopper import Forward, ForwardItem, Keys, KeysItem, Queries, QueriesItem
 from jagged_attn.perfmodel.machine import B200, H200
 from jagged_attn.perfmodel.predict import Lengths, draw, hand_out, predict_backward, predict_forward
 from jagged_attn.perfmodel.simulate import Barrier, Clock, Processor, Rates
@@ -26,6 +26,8 @@ IDEAL = replace(
     shuffle_latency=0, arithmetic_latency=0, tma_issue=10, l2_latency=100, memory_latency=100, global_latency=0,
 )  # fmt: skip
 DENSE = Workload("dense", "self", 3, 256, "constant", num_heads=2)
+# More than those for which dQ is a kernel of its own.
+MANY_KEYS = replace(DENSE, longest_kv=384)
 MEMORY_BOUND = Workload("stream", "broadcast_q", 1152, 1024, "constant", num_shared_queries=64)
 
 
@@ -90,15 +92,27 @@ def test_no_byte_of_padding_is_moved(kind):
 
 
 def test_backward_operations_are_those_of_the_problem():
-    found, wanted = predict_backward(H200, DENSE, draw(DENSE)), problem(DENSE)
+    found, wanted = predict_backward(H200, MANY_KEYS, draw(MANY_KEYS)), problem(MANY_KEYS)
     assert found.flop == pytest.approx(wanted.flops(BACKWARD))
 
 
+def test_with_dq_apart_two_of_seven_products_are_made_anew():
+    found, wanted = predict_backward(H200, DENSE, draw(DENSE)), problem(DENSE)
+    assert found.flop == pytest.approx(wanted.flops(BACKWARD) * 7 / 5)
+
+
 def test_backward_bytes_are_inputs_outputs_and_the_sum_of_dq():
-    found = predict_backward(H200, DENSE, draw(DENSE))
-    elements, statistics = 3 * 256 * 2 * 128, 2 * 4 * 3 * 256 * 2
+    found = predict_backward(H200, MANY_KEYS, draw(MANY_KEYS))
+    elements, statistics = 3 * 384 * 2 * 128, 2 * 4 * 3 * 384 * 2
     # Q, dO, K, V, dK, dV in two bytes, the sum read and written in four.
     assert found.memory_bytes == pytest.approx(elements * (6 * 2 + 2 * 4) + statistics)
+
+
+def test_with_dq_apart_the_inputs_are_read_twice():
+    found = predict_backward(H200, DENSE, draw(DENSE))
+    elements, statistics = 3 * 256 * 2 * 128, 2 * 2 * 4 * 3 * 256 * 2
+    # Q, dO, K and V for each kernel, dQ, dK and dV.
+    assert found.memory_bytes == pytest.approx(elements * (2 * 4 + 3) * 2 + statistics)
 
 
 @pytest.mark.parametrize("shared", [32, 64, 128])
@@ -168,6 +182,8 @@ def test_no_role_waits_for_ever():
         lambda sm: Forward(sm, ForwardConfig(128, 2, 2, 2, 232, turns=True), "softmax",
                            [ForwardItem(1, 1), ForwardItem(3, 2), ForwardItem(2, 1)], 0).start(),
         lambda sm: Keys(sm, "fast_gelu", [KeysItem(1), KeysItem(5), KeysItem(2)]).start(),
+        lambda sm: Keys(sm, "softmax", [KeysItem(1), KeysItem(5), KeysItem(2)], sums=False).start(),
+        lambda sm: Queries(sm, "softmax", [QueriesItem(1), QueriesItem(5, 1), QueriesItem(2)]).start(),
     ):  # fmt: skip
         sm = Processor(H200, Rates(32, 19))
         ended = roles(sm)

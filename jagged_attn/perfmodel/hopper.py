@@ -282,13 +282,13 @@ KEYS_WORK = {
 
 
 class Keys(HandOut):
-    """``backward.backward_kv`` at D = 128: two tiles of Q, of dO and of dS in flight."""
+    """``backward.backward_kv`` at D = 128: two tiles of Q, dO and dS in flight; with ``sums`` of dQ, or without."""
 
-    STAGES = 2
     KEYS = 128
 
-    def __init__(self, sm: Processor, act: str, items: Sequence[KeysItem]) -> None:
-        self.sm, self.items, self.work = sm, items, KEYS_WORK[act]
+    def __init__(self, sm: Processor, act: str, items: Sequence[KeysItem], sums: bool = True) -> None:
+        self.sm, self.items, self.work, self.sums = sm, items, KEYS_WORK[act], sums
+        self.stages = 2 if sums or self.work.parked else 3
         # Tiles of queries come with lse or delta.
         self.parts = (DIM * BYTES, FLOAT) if act != "fast_gelu" else (DIM * BYTES,)
         self.q_full, self.do_full = (sm.barrier(len(self.parts)) for _ in range(2))
@@ -308,7 +308,7 @@ class Keys(HandOut):
         yield from self._take(0)
         for turn, item in enumerate(self.items):
             for trip in range(item.tiles):
-                yield self.tile_empty.wait(count - self.STAGES)
+                yield self.tile_empty.wait(count - self.stages)
                 for width in parts:
                     yield from sm.load(ROWS * width, item.q_miss, self.q_full, count)
                 if trip == 0:
@@ -335,10 +335,13 @@ class Keys(HandOut):
                 tile = self._tile if item.sees(g, trip) else self._pass_by
                 sent = yield from tile(g, count + trip, trip, turn, item, stored)
                 stored = sent or stored
+            if not self.sums:
+                self.k_empty.arrive(turn)
             count += item.tiles
             stored = yield from self._end(turn, item, stored)
-        yield from self._dq(g, count, stored)
-        yield from self._send(self.items[-1])
+        if self.sums:
+            yield from self._dq(g, count, stored)
+            yield from self._send(self.items[-1])
 
     def _tile(self, g: int, count: int, trip: int, turn: int, item: KeysItem, stored: Signal | None) -> StoringRole:
         """S and dQ of the tile before; P; dP; dV; dS; dK. Returns the store of dQ, if there was one."""
@@ -346,24 +349,27 @@ class Keys(HandOut):
         sent: Signal | None = None
         yield self.q_full.wait(count)
         s = self._half(g)
-        if count:
-            yield self.ds_full.wait(count - 1)
-            yield sm.meet()
-        dq = self._half(g)
+        if self.sums:
+            if count:
+                yield self.ds_full.wait(count - 1)
+                yield sm.meet()
+            dq = self._half(g)
         yield s
         yield from sm.touch_rows(8)
         yield from sm.compute(work.weights)
         yield self.do_full.wait(count)
         if work.parked:
-            yield self.ds_empty.wait(count - 2)
+            if self.sums:
+                yield self.ds_empty.wait(count - 2)
             yield from sm.touch(ROWS * ROWS * BYTES)
         yield self.v_full.wait(turn)
         dp = self._half(g)
-        yield from _read(stored)
-        yield sm.meet()
-        yield dq
-        if count:
-            sent = yield from self._dq_made(count, trip, turn, item)
+        if self.sums:
+            yield from _read(stored)
+            yield sm.meet()
+            yield dq
+            if count:
+                sent = yield from self._dq_made(count, trip, turn, item)
         yield from sm.compute(work.unpack)
         dv = self._full(g)
         yield dp
@@ -374,33 +380,35 @@ class Keys(HandOut):
             yield sm.meet()
             yield from sm.touch(ROWS * ROWS * BYTES)
         yield from sm.compute(work.gradient)
-        if not work.parked:
-            yield self.ds_empty.wait(count - 2)
-        yield from sm.touch(ROWS * ROWS * BYTES)
-        yield sm.fence()
-        self.ds_full.arrive(count)
+        if self.sums:
+            if not work.parked:
+                yield self.ds_empty.wait(count - 2)
+            yield from self._hand_over_ds(count)
         dk = self._full(g)
         yield dv
         yield dk
         self.tile_empty.arrive(count)
         return sent
 
+    def _hand_over_ds(self, count: int) -> Role:
+        yield from self.sm.touch(ROWS * ROWS * BYTES)
+        yield self.sm.fence()
+        self.ds_full.arrive(count)
+
     def _pass_by(self, g: int, count: int, trip: int, turn: int, item: KeysItem, stored: Signal | None) -> StoringRole:
         """A tile that sees none of the group's keys: dQ of the tile before, and a dS of zeros."""
-        sm = self.sm
         sent: Signal | None = None
         yield self.q_full.wait(count)
         yield self.do_full.wait(count)
         yield self.v_full.wait(turn)
         if trip == item.tiles - 1:
             self.v_empty.arrive(turn)
-        if count:
-            yield from self._dq(g, count, stored)
-            sent = yield from self._dq_made(count, trip, turn, item)
-        yield self.ds_empty.wait(count - 2)
-        yield from sm.touch(ROWS * ROWS * BYTES)
-        yield sm.fence()
-        self.ds_full.arrive(count)
+        if self.sums:
+            if count:
+                yield from self._dq(g, count, stored)
+                sent = yield from self._dq_made(count, trip, turn, item)
+            yield self.ds_empty.wait(count - 2)
+            yield from self._hand_over_ds(count)
         self.tile_empty.arrive(count)
         return sent
 
@@ -452,6 +460,117 @@ class Keys(HandOut):
         yield sm.fence()
         yield sm.meet()
         return sm.store(size, item.kv_miss)
+
+
+@dataclass(frozen=True)
+class QueriesItem:
+    """Two groups' tiles of 64 queries, and the tiles of 64 keys that they see.
+
+    Attributes:
+        tiles: of keys.
+        groups: warp groups that have a row.
+        kv_miss: share of K and V that comes from device memory.
+        q_miss: likewise for Q and dO, and for dQ on its way there.
+        seen: the first of the tiles that each group sees, and the end of these; ``None``: all.
+    """
+
+    tiles: int
+    groups: int = 2
+    kv_miss: float = 1.0
+    q_miss: float = 1.0
+    seen: tuple[tuple[int, int], ...] | None = None
+
+    def sees(self, group: int, trip: int) -> bool:
+        """Whether a group sees any of a tile's keys."""
+        return group < self.groups and (self.seen is None or self.seen[group][0] <= trip < self.seen[group][1])
+
+
+# Instructions of a warp: the factor of dP; dS; the rounding of dQ.
+QUERIES_WORK = {
+    "softmax": (Work(fma=32, alu=32, mufu=32, other=70), Work(fma=64, alu=18, other=60), _ROUNDING),
+    "masked": (Work(fma=32, alu=180, mufu=32, other=90), Work(fma=64, alu=18, other=60), _ROUNDING),
+    "fast_gelu": (Work(fma=352, mufu=32, other=70), Work(fma=64, alu=18, other=60), _ROUNDING),
+}
+
+
+class Queries(HandOut):
+    """``backward_queries.backward_q`` at D = 128: the queries of two items, three tiles of K and V in flight."""
+
+    STAGES = 3
+
+    def __init__(self, sm: Processor, act: str, items: Sequence[QueriesItem]) -> None:
+        self.sm, self.items, self.work = sm, items, QUERIES_WORK[act]
+        # Q and dO come with lse and delta.
+        self.parts = (DIM * BYTES,) * 2 + ((FLOAT,) * 2 if act != "fast_gelu" else ())
+        self.q_full = [sm.barrier(len(self.parts)) for _ in range(2)]
+        self.q_empty = [sm.barrier() for _ in range(2)]
+        self.k_full, self.v_full, self.keys_empty = sm.barrier(), sm.barrier(), sm.barrier(2)
+        self.item_full, self.item_empty = sm.barrier(), sm.barrier(2)
+
+    def start(self) -> list[Signal]:
+        """Run the roles; signals of their ends."""
+        return [self.sm.clock.spawn(role) for role in (self.load(), self.groups(0), self.groups(1))]
+
+    def load(self) -> Role:
+        """Items, looked up one ahead and their queries loaded then; K and V of each tile."""
+        count = 0
+        yield from self._take(0)
+        yield from self._bring_queries(0)
+        for turn, item in enumerate(self.items):
+            for trip in range(item.tiles):
+                yield self.keys_empty.wait(count - self.STAGES)
+                for full in (self.k_full, self.v_full):
+                    yield from self.sm.load(ROWS * DIM * BYTES, item.kv_miss, full, count)
+                count += 1
+                if trip == min(item.tiles, self.STAGES) - 1:
+                    yield from self._take(turn + 1)
+                    yield from self._bring_queries(turn + 1)
+
+    def _bring_queries(self, turn: int) -> Role:
+        for g in range(2 if turn < len(self.items) else 0):
+            item = self.items[turn]
+            yield self.q_empty[g].wait(turn - 2)
+            for width in self.parts:
+                yield from self.sm.load(ROWS * width, item.q_miss if g < item.groups else 0.0, self.q_full[g], turn)
+
+    def groups(self, g: int) -> Role:
+        """64 of the queries: their dQ."""
+        sm, rounding = self.sm, self.work[2]
+        count = 0
+        stored: Signal | None = None
+        yield from self._receive(0)
+        for turn, item in enumerate(self.items):
+            yield self.q_full[g].wait(turn)
+            for trip in range(item.tiles):
+                yield from self._tile(g, count + trip, turn if trip == 0 else 0, item.sees(g, trip), stored)
+            count += item.tiles
+            if g < item.groups:
+                yield from sm.compute(rounding)
+                yield from sm.touch(ROWS * DIM * BYTES)
+                yield sm.fence()
+                yield sm.meet()
+                stored = sm.store(ROWS * DIM * BYTES, item.q_miss)
+            yield from self._receive(turn + 1)
+
+    def _tile(self, g: int, count: int, turn: int, sees: bool, stored: Signal | None) -> Role:
+        """S, dP and dQ, or nothing; ``turn`` is that of an item's first tile: under it the last item's queries go."""
+        sm = self.sm
+        weights, gradient, _ = self.work
+        yield self.k_full.wait(count)
+        s = sm.product(g, ROWS, ROWS, DIM) if sees else None
+        yield self.v_full.wait(count)
+        dp = sm.product(g, ROWS, ROWS, DIM) if sees else None
+        if turn > 0:
+            yield from _read(stored)
+            yield sm.meet()
+            self.q_empty[g].arrive(turn - 1)
+        if s is not None and dp is not None:
+            yield s
+            yield from sm.compute(weights)
+            yield dp
+            yield from sm.compute(gradient)
+            yield sm.product(g, ROWS, DIM, ROWS, registers=True)
+        self.keys_empty.arrive(count)
 
 
 # --- Backward of broadcast-Q ---

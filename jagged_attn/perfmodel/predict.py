@@ -21,8 +21,23 @@ import torch
 from ..bench.workloads import Workload
 from ..masks import Full
 from ..schedule.hopper import ForwardConfig, forward_config, forward_run
+from ..schedule.hopper_backward import adds_up_dq
 from ..schedule.tiles import max_tiles
-from .hopper import BYTES, DIM, FLOAT, ROWS, Forward, ForwardItem, Halves, Keys, KeysItem, Run, Turns
+from .hopper import (
+    BYTES,
+    DIM,
+    FLOAT,
+    ROWS,
+    Forward,
+    ForwardItem,
+    Halves,
+    Keys,
+    KeysItem,
+    Queries,
+    QueriesItem,
+    Run,
+    Turns,
+)  # fmt: skip
 from .machine import Machine
 from .simulate import Processor, Rates, Signal
 
@@ -158,6 +173,20 @@ def all_heads(
     return Prediction(
         ms=main_ms + around_ms, main_ms=main_ms, around_ms=around_ms, tensor_busy=tensor, shared_busy=shared,
         memory_busy=memory_ms / main_ms, flop=heads * sum(entry.flop for entry in entries), memory_bytes=memory,
+    )  # fmt: skip
+
+
+def one_after_the_other(first: Prediction, second: Prediction) -> Prediction:
+    """Two kernels: times and counts are added, shares are of the time of both."""
+    main_ms = first.main_ms + second.main_ms
+
+    def share(name: str) -> float:
+        return sum(getattr(one, name) * one.main_ms for one in (first, second)) / main_ms
+
+    return Prediction(
+        ms=first.ms + second.ms, main_ms=main_ms, around_ms=first.around_ms + second.around_ms,
+        tensor_busy=share("tensor_busy"), shared_busy=share("shared_busy"), memory_busy=share("memory_busy"),
+        flop=first.flop + second.flop, memory_bytes=first.memory_bytes + second.memory_bytes,
     )  # fmt: skip
 
 
@@ -301,6 +330,31 @@ def _seen_by_groups(
     return tuple((lo // rows - begin, -(-end // rows) - begin) for lo, end in zip(los, ends, strict=True))
 
 
+def queries_items(workload: Workload, lengths: Lengths) -> list[QueriesItem]:
+    """The items of one head where queries stay, 64 for each of two groups, in order."""
+    tile = Tile(ROWS, ROWS, 2)
+    items = forward_items(workload, lengths, tile)
+    seen: list[tuple[tuple[int, int], ...] | None] = [None] * len(items)
+    if workload.mask != Full():
+        seen = [
+            _keys_seen_by_groups(workload, first, len_q, len_kv)
+            for len_q, len_kv in lengths.longest_first("kv")
+            for first in range(0, len_q, tile.block_q)
+        ]
+    return [
+        QueriesItem(item.blocks, item.groups, item.kv_miss, item.q_miss, by_groups)
+        for item, by_groups in zip(items, seen, strict=True)
+    ]
+
+
+def _keys_seen_by_groups(workload: Workload, first: int, len_q: int, len_kv: int) -> tuple[tuple[int, int], ...]:
+    """``QueriesItem.seen`` of the tile of queries that begins with ``first``."""
+    firsts = [first, min(first + ROWS, len_q - 1)]
+    los = [lo for lo, _ in _keys_of(workload, firsts, len_q, len_kv)]
+    ends = [end for _, end in _keys_of(workload, [min(low + ROWS, len_q) - 1 for low in firsts], len_q, len_kv)]
+    return tuple(((lo - los[0]) // ROWS, -(-(end - los[0]) // ROWS)) for lo, end in zip(los, ends, strict=True))
+
+
 def _query_tiles(workload: Workload, firsts: range, len_q: int, len_kv: int, rows: int) -> list[int]:
     """Tiles of queries that see each tile of keys: of a symmetric window, rows are to keys as keys are to rows."""
     if workload.mask == Full():
@@ -353,25 +407,41 @@ def predict_backward(machine: Machine, workload: Workload, lengths: Lengths) -> 
     if shared is not None and shared <= 2 * ROWS:
         return _broadcast_q_backward(machine, workload, lengths, shared)
     kind = workload.activation if workload.mask == Full() else "masked"
+    heads, processors = workload.num_heads, machine.processors
+    rows_kv, batch = sum(lengths.kv), len(lengths.kv)
+    sums = shared is not None or adds_up_dq(workload.head_dim, workload.mask, rows_kv, batch)
     items = keys_items(workload, lengths, groups=True)
-    times = {item: _keys_time(machine, kind, item) for item in set(items)}
-    around = around_keys(machine, workload, lengths)
-    return all_heads(machine, [times[item] for item in items], workload.num_heads, machine.processors, around)
+    times = {item: _keys_time(machine, kind, sums, item) for item in set(items)}
+    around = around_keys(machine, workload, lengths, sums)
+    keys = all_heads(machine, [times[item] for item in items], heads, processors, around)
+    if sums:
+        return keys
+    queries = queries_items(workload, lengths)
+    others = {item: _queries_time(machine, kind, item) for item in set(queries)}
+    return one_after_the_other(keys, all_heads(machine, [others[item] for item in queries], heads, processors, 0.0))
 
 
 @lru_cache(maxsize=4096)
-def _keys_time(machine: Machine, kind: str, item: KeysItem) -> Steady:
-    return steady(machine, lambda sm, n: [Keys(sm, kind, [item] * n)])
+def _keys_time(machine: Machine, kind: str, sums: bool, item: KeysItem) -> Steady:
+    return steady(machine, lambda sm, n: [Keys(sm, kind, [item] * n, sums)])
 
 
-def around_keys(machine: Machine, workload: Workload, lengths: Lengths) -> float:
-    """Milliseconds of what comes before and after the kernel where keys stay."""
+@lru_cache(maxsize=4096)
+def _queries_time(machine: Machine, kind: str, item: QueriesItem) -> Steady:
+    return steady(machine, lambda sm, n: [Queries(sm, kind, [item] * n)])
+
+
+def around_keys(machine: Machine, workload: Workload, lengths: Lengths, sums: bool = True) -> float:
+    """Milliseconds of what comes before and after the kernel where keys stay: zeros, preparation, rounded sums."""
     elements = sum(lengths.q) * workload.num_heads * DIM
-    softmax = 2 * BYTES if workload.activation == "softmax" else 0
-    if workload.kind != "broadcast_q":
-        return pass_ms(machine, elements * (softmax + FLOAT)) + pass_ms(machine, elements * (FLOAT + BYTES))
-    # Zeros, preparation, and PyTorch's sum, product and copy: all but the preparation of a few megabytes.
-    return pass_ms(machine, elements * softmax) + 4 * machine.launch_us * 1e-3
+    # Without a softmax there are counters to be zeroed.
+    prepared = pass_ms(machine, elements * 2 * BYTES if workload.activation == "softmax" else 0)
+    if workload.kind == "broadcast_q":
+        # Zeros, and PyTorch's sum, product and copy, of a few megabytes.
+        return prepared + 4 * machine.launch_us * 1e-3
+    if not sums:
+        return prepared
+    return prepared + pass_ms(machine, elements * FLOAT) + pass_ms(machine, elements * (FLOAT + BYTES))
 
 
 def _broadcast_q_backward(machine: Machine, workload: Workload, lengths: Lengths, shared: int) -> Prediction:

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """dQ alone: keeps a tile of queries and streams the keys that it sees, in order.
 
-It computes the scores and dP once more, seven products where ``backward.backward_kv`` with its sums needs five. But there
-are no sums to be zeroed, added to and rounded: for few keys and narrow windows that is less work. And what it computes
-is repeatable bit for bit, which sums in the order in which tiles end are not.
+It computes the scores and dP once more, seven products where ``backward.backward_kv`` with its sums needs five. But
+there are no sums to be zeroed, added to and rounded: for few keys and narrow windows that is less work. And what it
+computes is repeatable bit for bit, which sums in the order in which tiles end are not.
 """
 
 import triton
