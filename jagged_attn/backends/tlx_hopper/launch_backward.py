@@ -149,8 +149,8 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     kernels = _kernels(spec, sums, q.is_cuda)
     blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
-    copies = _REPLICAS * q.shape[0] if call.shared else q.shape[0]
-    dq_sum = q.new_zeros((copies if sums else 1, heads, dim), dtype=torch.float32)
+    rows = _REPLICAS * q.shape[0] if call.shared else q.shape[0] if sums else 1
+    dq_sum = (q.new_zeros if sums else q.new_empty)((rows, heads, dim), dtype=torch.float32)
     counters = (q.new_empty if spec.has_softmax else q.new_zeros)((_COUNTERS, _APART), dtype=torch.int32)
     if spec.has_softmax:
         # Without an out_scale everything is 0 in the end; the sums need only be finite.
