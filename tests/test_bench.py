@@ -4,6 +4,7 @@ import csv
 import math
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,14 @@ def test_default_workloads_are_the_promised_ones_on_each_device():
     assert {f"broadcast_q/s{s}-kv2048" for s in (32, 64, 128, 256)} | {"broadcast_q/s128-kv512"} <= set(on_gpu)
     assert {"window/4096-w100", "overhead/self"} <= set(on_gpu)
     assert [w.name for w in select_workloads([], "cpu") if w.measures == "time"] == ["cpu/log_normal", "cpu/all-128"]
+
+
+def test_what_a_gpu_should_be_fast_at_is_there_with_narrow_heads_too():
+    wide = [w for w in WORKLOADS.values() if "cuda" in w.default_on and w.head_dim == 128]
+    narrow = [w for name, w in WORKLOADS.items() if name.startswith("d64/")]
+    assert len(narrow) == len(wide) >= 12
+    for one, other in zip(narrow, wide, strict=True):
+        assert one == replace(other, name=one.name, head_dim=64, default_on=())
 
 
 @pytest.mark.parametrize("name", [n for n in WORKLOADS if not n.startswith("grid/broadcast_q")])

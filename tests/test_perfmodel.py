@@ -264,6 +264,13 @@ def test_a_wrong_command_line_is_one_line(given, message, tmp_path, monkeypatch,
     assert message in refusal(main, given.split(), capsys)
 
 
+def test_rows_of_other_head_dims_are_left_out():
+    row = {"contestant": "tlx_hopper", "status": "ok", "phase": FORWARD, "workload": "self/512", "seed": "0"}
+    row |= {"median_ms": "1", "ceiling_tflops": "800", "ceiling_gb_per_s": "4200"}
+    rows = [row, row | {"workload": "d64/self-512"}]
+    assert [found.case for found in compare(H200, rows)] == ["self/512"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_measuring_without_a_gpu_is_refused(capsys):
     assert "measure must run on a CUDA GPU, got none" in refusal(main, ["measure"], capsys)

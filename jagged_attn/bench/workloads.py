@@ -112,6 +112,13 @@ def _bars() -> Iterable[Workload]:
     )  # fmt: skip
 
 
+def _half_as_wide() -> Iterable[Workload]:
+    """What a GPU should be fast at, with heads of 64."""
+    for bar in _bars():
+        if bar.head_dim == 128:
+            yield replace(bar, name=f"d64/{bar.name.replace('/', '-')}", head_dim=64, default_on=())
+
+
 def _grid() -> Iterable[Workload]:
     """The shapes of the Kunlun model at several fills, for whoever tunes or explores."""
     for longest in (512, 1024, 2048):
@@ -135,7 +142,7 @@ def _grid() -> Iterable[Workload]:
     )  # fmt: skip
 
 
-WORKLOADS: dict[str, Workload] = {w.name: w for w in (*_bars(), *_grid())}
+WORKLOADS: dict[str, Workload] = {w.name: w for w in (*_bars(), *_half_as_wide(), *_grid())}
 
 
 def select_workloads(patterns: Sequence[str], device_type: str) -> list[Workload]:

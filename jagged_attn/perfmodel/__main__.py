@@ -15,6 +15,7 @@ from ..bench.arguments import Parser, output_file
 from ..bench.problem import BACKWARD, FORWARD
 from ..bench.workloads import WORKLOADS, Workload
 from . import blackwell
+from .hopper import DIM
 from .machine import B200, H200, Machine, number_of
 from .predict import Prediction, draw, predict_backward, predict_forward
 
@@ -59,7 +60,11 @@ class Compared:
 
 
 def _is_predicted(row: dict[str, str]) -> bool:
-    return row["contestant"] == "tlx_hopper" and row["status"] == "ok" and row["phase"] in (FORWARD, BACKWARD)
+    if row["contestant"] != "tlx_hopper" or row["status"] != "ok" or row["phase"] not in (FORWARD, BACKWARD):
+        return False
+    workload = WORKLOADS.get(row["workload"])
+    # An unknown name is refused where rows are read.
+    return workload is None or workload.head_dim == DIM
 
 
 def compare(machine: Machine, rows: Sequence[dict[str, str]]) -> Iterator[Compared]:
