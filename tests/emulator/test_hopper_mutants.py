@@ -67,6 +67,8 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         "masked": lambda: _backward(
             (200, 70, 70, 70), lengths_q=(5, 129, 4, 3), mask=Causal("top_left"), dim=128, processors=1
         ),
+        # The second group passes by from the first tile to the last.
+        "few keys": lambda: _backward((30, 20, 10, 5), processors=1),
         "window, without sums": lambda: _backward(
             (257, 5), mask=SlidingWindow(70, 5), deterministic=True, processors=1
         ),
@@ -128,8 +130,13 @@ EQUIVALENT = {
     "backward | wait dropped | _pass_by: barrier_wait(do_full) #0": _APART,
     "backward | arrival too early | _gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
     "backward | wait dropped | _pass_by: barrier_wait(ds_empty) #0": _IMPLIED,
+    "backward | wait dropped | _pass_by: barrier_wait(ds_full) #0": "the other stores a dS after it announced zeros",
     "backward | arrival too early | _pass_by: barrier_arrive(tile_empty) #0": "the tile has not been read",
+    "backward | arrival too early | _pass_by: barrier_arrive(ds_empty) #0": "the zeros have not been read",
     "backward | arrival too early | _dq_of: barrier_arrive(ds_empty) #0": _IMPLIED,
+    "backward | arrival too early | _tile: barrier_arrive(ds_empty) #0": _IMPLIED,
+    "queries | arrival too early | _sum: barrier_arrive(item_empty) #0": "a slot is read in the step that frees it",
+    "queries | arrival too early | _pass_by: barrier_arrive(keys_empty) #0": "the tile has not been read",
     "broadcast-Q, 64 | named barrier dropped | _take_turns: named_barrier_wait() #0": _ONE_ACTOR,
     "broadcast-Q, 64 | named barrier dropped | _store: named_barrier_wait(name) #0": _ONE_ACTOR,
     "broadcast-Q, 128 | named barrier dropped | _take_halves: named_barrier_wait() #4": _ONE_ACTOR,
