@@ -21,14 +21,13 @@ class ForwardConfig:
     Attributes:
         block_kv: keys of a block.
         groups: consumer warp groups, 64 query rows each.
-        k_stages: blocks of keys in flight, of all heads at once.
-        v_stages: blocks of values in flight, likewise.
+        k_stages: blocks of keys in flight.
+        v_stages: blocks of values in flight.
         registers: of a thread of a consumer group.
         turns: whether the two groups take turns at issuing products.
         q_stages: tiles of queries; with two the next item's come while this one is computed.
         ctas_per_processor: CTAs that share a multiprocessor.
         run: entries of the tile table that a CTA takes at once for one head, for keys to stay from one to the next.
-        heads_at_once: heads of an item, that follow one another; with two, each is one group's, for the same rows.
     """
 
     block_kv: int
@@ -40,12 +39,11 @@ class ForwardConfig:
     q_stages: int = 2
     ctas_per_processor: int = 1
     run: int = 1
-    heads_at_once: int = 1
 
     @property
     def block_q(self) -> int:
-        """Query rows of a CTA, of each head."""
-        return ROWS * self.groups // self.heads_at_once
+        """Query rows of a CTA."""
+        return ROWS * self.groups
 
     @property
     def keys_in_flight(self) -> int:
@@ -60,7 +58,7 @@ class ForwardConfig:
     def shared_bytes(self, head_dim: int, itemsize: int) -> int:
         """Shared memory of a CTA: queries and output, keys, values, barriers."""
         rows = (self.q_stages + 1) * self.block_q + (self.k_stages + self.v_stages) * self.block_kv
-        return rows * self.heads_at_once * head_dim * itemsize + _BARRIER_BYTES
+        return rows * head_dim * itemsize + _BARRIER_BYTES
 
     def refusal(self, head_dim: int, itemsize: int) -> str | None:
         """Why this config does not run such a call; ``None`` if it does."""
@@ -68,8 +66,6 @@ class ForwardConfig:
             return f"turns are for two groups, got {self.groups}"
         if self.run > 1 and self.q_stages == 1:
             return f"a run of {self.run} entries needs two tiles of queries, got one"
-        if self.heads_at_once > 1 and (self.groups != self.heads_at_once or self.run > 1):
-            return f"{self.heads_at_once} heads at once are for as many groups and no runs, got {self}"
         needed, alone = self.shared_bytes(head_dim, itemsize), shared_bytes_per_program((9, 0), is_hip=False)
         limit = (alone + _SYSTEM_BYTES) // self.ctas_per_processor - _SYSTEM_BYTES
         if needed > limit:
@@ -82,14 +78,6 @@ _PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 
 # Shared queries meet whole sequences: long items, for which a block of values more is worth more than queries early.
 _PAIR_SHARED = {64: _PAIR[64], 128: ForwardConfig(128, 2, 2, 3, 232, True, 1)}
 _SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 1, 2), 128: ForwardConfig(64, 1, 3, 2, 208, False, 1, 2)}
-# What shared queries of one group may have in the place of _SINGLE: the slices of two heads of the same rows of K and V
-# are read one right after the other.
-_TWO_HEADS = {
-    64: ForwardConfig(64, 2, 6, 6, 232, False, 1, heads_at_once=2),
-    128: ForwardConfig(64, 2, 3, 2, 232, False, 1, heads_at_once=2),
-}
-# Whether they have: not timed yet. It is read at each call, so a script may set it between two.
-TWO_HEADS = False
 
 
 # A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Measured for
@@ -106,23 +94,15 @@ def keys_seen(mask: Mask) -> int | None:
     return None
 
 
-def takes_two_heads(num_heads: int) -> bool:
-    """Whether a call takes two heads at once, if its queries are shared and one group holds them all."""
-    return TWO_HEADS and num_heads % 2 == 0
-
-
 @lru_cache(maxsize=1024)
-def forward_config(head_dim: int, num_queries: int | None, mask: Mask, *, has_two_heads: bool = False) -> ForwardConfig:
+def forward_config(head_dim: int, num_queries: int | None, mask: Mask) -> ForwardConfig:
     """The config of the forward kernel.
 
     Args:
         head_dim: D, 64 or 128.
         num_queries: S of broadcast-Q; ``None`` for self and cross attention.
         mask: of the call.
-        has_two_heads: what ``takes_two_heads`` says.
     """
-    if has_two_heads and num_queries is not None and num_queries <= ROWS:
-        return _TWO_HEADS[head_dim]
     seen = keys_seen(mask)
     if (num_queries is not None and num_queries <= ROWS) or (seen is not None and seen <= _NARROW):
         return _SINGLE[head_dim]

@@ -10,16 +10,7 @@ import pytest
 from jagged_attn.backends._jit.constants import Constants
 from jagged_attn.backends.tlx_hopper.forward import forward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
-from jagged_attn.schedule.hopper import (
-    _PAIR,
-    _PAIR_SHARED,
-    _SINGLE,
-    _TWO_HEADS,
-    ROWS,
-    RUN,
-    ForwardConfig,
-    forward_config,
-)
+from jagged_attn.schedule.hopper import _PAIR, _PAIR_SHARED, _SINGLE, ROWS, RUN, ForwardConfig, forward_config
 from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
 
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence")
@@ -47,18 +38,15 @@ class Case(NamedTuple):
     mask: str = "full"
     act: str = "softmax"
     run: int = 1
-    two_heads: bool = False
 
     def __str__(self) -> str:
         kind = "self" if self.num_queries is None else f"broadcast-Q {self.num_queries}"
         kind += f" in runs of {self.run}" if self.run > 1 else ""
-        kind += " by two heads" if self.two_heads else ""
         return f"{kind}, D{self.dim}, {self.dtype}, {self.mask}, {self.act}"
 
     @property
     def config(self) -> ForwardConfig:
-        mask = _MASKS[self.mask]
-        return replace(forward_config(self.dim, self.num_queries, mask, has_two_heads=self.two_heads), run=self.run)
+        return replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask]), run=self.run)
 
 
 # Every shipped configuration, head dim, dtype and activation.
@@ -75,8 +63,6 @@ CASES = [
     Case(None, 128, act="fast_gelu", run=RUN),
     Case(None, 64, run=RUN),
     Case(None, 64, "fp16", act="fast_gelu", run=RUN),
-    Case(64, 128, two_heads=True),
-    Case(64, 64, "fp16", act="fast_gelu", two_heads=True),
 ]
 OTHERS = [
     case
@@ -86,7 +72,6 @@ OTHERS = [
             *itertools.product((None,), (128, 64), ("bf16", "fp16"), _MASKS, _ACTIVATIONS),
             *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (RUN,)),
             *itertools.product((64, 128), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS),
-            *itertools.product((64,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (1,), (True,)),
         ],
     )
     if case not in CASES
@@ -144,6 +129,5 @@ def test_every_other_combination_passes_its_gate(case: Case) -> None:
 
 
 def test_every_shipped_configuration_is_among_the_cases() -> None:
-    shipped = {config for configs in (_PAIR, _PAIR_SHARED, _SINGLE, _TWO_HEADS) for config in configs.values()}
     runs = {replace(config, run=RUN) for config in _PAIR.values()}
-    assert {case.config for case in CASES} == shipped | runs
+    assert {case.config for case in CASES} == {*_PAIR.values(), *_PAIR_SHARED.values(), *_SINGLE.values(), *runs}

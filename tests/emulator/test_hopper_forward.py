@@ -14,8 +14,7 @@ from jagged_attn.perfmodel.hopper import Forward
 from jagged_attn.perfmodel.machine import H200
 from jagged_attn.perfmodel.predict import Lengths, Tile, forward_items
 from jagged_attn.perfmodel.simulate import Processor, Rates
-from jagged_attn.schedule import hopper
-from jagged_attn.schedule.hopper import RUN, forward_config, forward_run, takes_two_heads
+from jagged_attn.schedule.hopper import RUN, forward_config, forward_run
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
@@ -35,8 +34,7 @@ def _offsets(lengths):
 
 
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
-          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, run=1, two_heads=False,
-          monkeypatch=None):  # fmt: skip
+          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, run=1, monkeypatch=None):  # fmt: skip
     """Run the forward and compare it with the reference; returns the asynchronous operations by engine."""
     generator = torch.Generator().manual_seed(0)
     lengths_kv = lengths_q if lengths_kv is None else lengths_kv
@@ -53,7 +51,6 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     tables = tuple(_tables(table_requests(spec, HOPPER), rows_q, rows_kv, offsets_q, offsets_kv))
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
     monkeypatch.setattr(launch_forward, "forward_run", lambda *_: run)
-    monkeypatch.setattr(hopper, "TWO_HEADS", two_heads)
     launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"), scratch=("slots",))
     with emulated_launches(launch) as reports:
         out, lse = launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
@@ -85,20 +82,8 @@ def test_runs(schedule, monkeypatch):
     check(schedule, "cross", **lengths, heads=(2, 1), run=4, processors=2, monkeypatch=monkeypatch)
 
 
-@pytest.mark.emulator(seeds=1, roles=("load", "attend"))
-@pytest.mark.parametrize(("num_queries", "dim", "heads"), [(3, 128, 2), (64, 64, 4)])
-def test_two_heads_at_once(schedule, num_queries, dim, heads, monkeypatch):
-    # Up to five blocks: of D = 128 the rings hold two.
-    check(
-        schedule, "broadcast_q", (0, 65, 300, 1, 0), num_queries=num_queries, dim=dim, heads=(heads, heads),
-        processors=2, two_heads=True, monkeypatch=monkeypatch,
-    )  # fmt: skip
-
-
 _RANDOM = Schedule("random", 0)
 _FEW_KEYS = {"kind": "cross", "lengths_q": MANY_QUERIES, "lengths_kv": FEW_KEYS}
-# Around one and two blocks of 64 keys, and more than the rings hold of D = 128.
-_SHARED = {"kind": "broadcast_q", "lengths_q": (0, 1, 63, 64, 65, 130, 300, 0)}
 CASES = {
     "lengths around the tiles": {},
     "cross": {"kind": "cross", "lengths_kv": OTHERS},
@@ -130,19 +115,6 @@ CASES = {
     "runs longer than the table": {"lengths_q": (65, 300), "run": 16, "processors": 1},
     "runs of nothing": {"lengths_q": (0, 0), "tail": 300, "run": 4, "processors": 1},
     "broadcast-Q, gelu": {"kind": "broadcast_q", "activation": "gelu", "lengths_q": (130, 0, 70)},
-    **{
-        f"two heads of {heads}, {num_queries} queries, {activation}, width {dim}": {
-            **_SHARED, "heads": (heads, heads), "num_queries": num_queries, "activation": activation, "dim": dim,
-            "processors": processors, "two_heads": True,
-        }
-        for num_queries in (1, 32, 64)
-        for heads, dim, processors in ((2, 128, 3), (4, 64, 1), (4, 128, 99))
-        for activation in ("softmax", "fast_gelu")
-    },
-    "two heads, fp16": {**_SHARED, "dtype": torch.float16, "two_heads": True},
-    "two heads, all empty": {"kind": "broadcast_q", "lengths_q": (0, 0, 0), "tail": 2, "two_heads": True},
-    "an odd head stays alone": {**_SHARED, "heads": (3, 3), "two_heads": True},
-    "more queries than a group has": {**_SHARED, "num_queries": 65, "two_heads": True},
 }  # fmt: skip
 
 
@@ -192,15 +164,3 @@ def test_runs_are_for_many_queries_of_few_keys():
 @pytest.mark.parametrize("name", OTHER_CALLS)
 def test_other_calls_have_no_runs(name):
     assert forward_run(**(_LARGE | OTHER_CALLS[name]), processors=132) == 1
-
-
-def test_two_heads_at_once_are_for_pairs_on_request(monkeypatch):
-    assert not takes_two_heads(4)
-    monkeypatch.setattr(hopper, "TWO_HEADS", True)
-    assert takes_two_heads(4)
-    assert not takes_two_heads(3)
-
-
-@pytest.mark.parametrize(("num_queries", "heads_at_once"), [(1, 2), (64, 2), (65, 1), (None, 1)])
-def test_two_heads_at_once_are_for_shared_queries_of_one_group(num_queries, heads_at_once):
-    assert forward_config(128, num_queries, Full(), has_two_heads=True).heads_at_once == heads_at_once

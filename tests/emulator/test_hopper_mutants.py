@@ -58,9 +58,6 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         "broadcast-Q": lambda: _forward(
             kind="broadcast_q", num_queries=100, lengths_q=(300, 5, 600), lengths_kv=(300, 5, 600), processors=1
         ),
-        "two heads at once": lambda: _forward(
-            kind="broadcast_q", num_queries=40, lengths_q=(300, 5, 70), dim=128, two_heads=True, processors=1
-        ),
     },
     "backward": {
         "sums": lambda: _backward((257, 5, 64, 130)),
@@ -116,20 +113,11 @@ STAYING = [
     Mutant("stay though they do not fit", Site("_with_keys_that_stay", "minimum"), _one_block_more, _STAY),
     Mutant("a run of too few entries", Site("load", "_next_number"), argument(0, "_ + 1"), _STAY),
 ]
-# What can be wrong with two heads at once.
-_SIDES = frozenset({*_STAY, Verdict.UNWRITTEN, Verdict.WGMMA})
-_LOADED = Site("load", "_tile", "buf")
-TWO_HEADS = [
-    Mutant("both heads in one tile", _LOADED, argument(1, "0"), _SIDES),
-    Mutant("one head twice", Site("load", "_beside"), argument(1, "0"), _SIDES),
-    Mutant("the other head's tile", Site("_block", "_tile"), argument(1, "1 - _"), _SIDES),
-    Mutant("a stage given back by one group", Site("forward", "alloc_warp_barrier"), argument(2, "1"), _SIDES),
-]
 MUTANTS = [
     (name, mutant)
     for name, kernels in _KERNELS.items()
     for k in kernels
-    for mutant in [*standard_mutants(k, _HELPERS), *(STAYING + TWO_HEADS if k is forward else [])]
+    for mutant in [*standard_mutants(k, _HELPERS), *(STAYING if k is forward else [])]
 ]
 
 # Mutants that change nothing, with the reason.

@@ -9,11 +9,8 @@ Without a mask a CTA may take items in runs: up to ``run`` tiles of queries of o
 table. Where the next is of the same sequence, and its blocks fit the rings, keys and values *stay*: the load role does
 not bring them again, and the consumers use the same buffers once more and give them back after the last such item only.
 
-With ``heads_at_once`` 2 the groups have the same 64 rows of queries, of two heads that follow one another. An item is
-an entry and such a pair, named by its first head; each stage of a ring holds a tile of both, under the same barriers.
-
-``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers, turns, run and
-heads_at_once of the ``ForwardConfig``; mask, act, broadcast_q.
+``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers, turns and run of
+the ``ForwardConfig``; mask, act, broadcast_q.
 """
 
 import triton
@@ -41,30 +38,6 @@ _TURN_OF_1 = tl.constexpr(10)
 
 
 @triton.jit
-def _head(item, g, C: tl.constexpr):
-    """A group's head of an item."""
-    return item[0] + g if C.heads_at_once > 1 else item[0]
-
-
-@triton.jit
-def _first_row(item, g, C: tl.constexpr):
-    """The first of a group's rows of queries of an item."""
-    return item[3] if C.heads_at_once > 1 else item[3] + g * _ROWS
-
-
-@triton.jit
-def _tile(buf, g, C: tl.constexpr):
-    """Which tile of a ring's stage a group reads."""
-    return buf * C.heads_at_once + g if C.heads_at_once > 1 else buf
-
-
-@triton.jit
-def _beside(at, g, C: tl.constexpr):
-    """Coordinates of a group's head, given those of the item's first; each head has keys of its own."""
-    return at[0], at[1], at[2], at[3] + g * C.dim
-
-
-@triton.jit
 def _first_key(item, C: tl.constexpr):
     """The first key that an item sees."""
     return 0 if C.run > 1 else item[6]
@@ -86,13 +59,6 @@ def _with_keys_that_stay(number, item, where, C: tl.constexpr):
 
 
 @triton.jit
-def _with_first_head(item, C: tl.constexpr):
-    """An item of several heads, in which ``find_tile`` counts these as one."""
-    unit, start_out, len_q, first_row, start_kv, len_kv, lo, blocks = item
-    return unit * C.heads_at_once, start_out, len_q, first_row, start_kv, len_kv, lo, blocks
-
-
-@triton.jit
 def _receive(hand_out, turn):
     """The item that the load role published at this turn."""
     slots, item_full, item_empty = hand_out
@@ -105,11 +71,7 @@ def _receive(hand_out, turn):
 def _take(number, turn, hand_out, where, C: tl.constexpr):
     """Look an item up and hand it to the consumers."""
     slots, item_full, item_empty = hand_out
-    UNITS: tl.constexpr = C.heads // C.heads_at_once
-    ROWS: tl.constexpr = _ROWS * (C.groups // C.heads_at_once)
-    item = find_tile(number, where, UNITS, C.block_kv, ROWS, C.mask, C.broadcast_q, C.run)
-    if C.heads_at_once > 1:
-        item = _with_first_head(item, C)
+    item = find_tile(number, where, C.heads, C.block_kv, _ROWS * C.groups, C.mask, C.broadcast_q, C.run)
     if C.run > 1:
         item = _with_keys_that_stay(number, item, where, C)
     publish(slots, item_full, item_empty, turn, item, ITEM_SLOT)
@@ -125,7 +87,7 @@ def _next_number(number, where, counter, C: tl.constexpr):
     following = number + 1
     if not run_goes_on(number, where, C.heads, C.run):
         run = tl.num_programs(0)
-        if run < tl.cdiv(where[3], C.run) * (C.heads // C.heads_at_once) * where[7]:
+        if run < tl.cdiv(where[3], C.run) * C.heads * where[7]:
             run = next_item(counter)
         following = run * C.run
     return following
@@ -141,11 +103,11 @@ def _queries(turn, g, C: tl.constexpr):
 @triton.jit
 def _bring_queries(desc_q, item, turn, tiles, loads, C: tl.constexpr):
     """Load the queries of this turn's item, 64 rows for each group."""
-    start_out, len_q = item[1], item[2]
+    head, start_out, len_q, first_row = item[0], item[1], item[2], item[3]
     start_q = start_out * (0 if C.broadcast_q else 1)
     for g in tl.static_range(C.groups):
         buf, phase = _queries(turn, g, C)
-        at = ragged(start_q, len_q, _first_row(item, g, C), _head(item, g, C) * C.dim)
+        at = ragged(start_q, len_q, first_row + g * _ROWS, head * C.dim)
         tlx.barrier_wait(loads[1][buf], phase ^ 1)
         tlx.barrier_expect_bytes(loads[0][buf], _ROWS * C.dim * tlx.size_of(tlx.dtype_of(desc_q)))
         tlx.async_descriptor_load(desc_q, tiles[0][buf], at, loads[0][buf])
@@ -160,7 +122,7 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
     """
     _, k_tiles, v_tiles = tiles
     _, _, k_full, k_empty, v_full, v_empty = loads
-    BYTES: tl.constexpr = C.heads_at_once * C.block_kv * C.dim * tlx.size_of(tlx.dtype_of(desc_q))
+    ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     FULL: tl.constexpr = C.k_stages if C.k_stages < C.v_stages else C.v_stages
     count = 0
     turn = 0
@@ -181,18 +143,15 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
                 at = ragged(start_kv, len_kv, lo + (blocks - 1 - i) * C.block_kv, head // C.group * C.dim)
                 buf, phase = ring(count, C.k_stages)
                 tlx.barrier_wait(k_empty[buf], phase ^ 1)
-                tlx.barrier_expect_bytes(k_full[buf], BYTES)
-                for h in tl.static_range(C.heads_at_once):
-                    tlx.async_descriptor_load(desc_k, k_tiles[_tile(buf, h, C)], _beside(at, h, C), k_full[buf])
+                tlx.barrier_expect_bytes(k_full[buf], C.block_kv * ROW_BYTES)
+                tlx.async_descriptor_load(desc_k, k_tiles[buf], at, k_full[buf])
                 if C.q_stages == 1:  # noqa: SIM102 - likewise
-                    # Their tile is free late in the item before: a CTA that is alone brings what it can until then.
-                    if i == (tl.minimum(rounds, 2) - 1 if C.heads_at_once > 1 else 0):
+                    if i == 0:
                         _bring_queries(desc_q, item, turn, tiles, loads, C)
                 buf, phase = ring(count, C.v_stages)
                 tlx.barrier_wait(v_empty[buf], phase ^ 1)
-                tlx.barrier_expect_bytes(v_full[buf], BYTES)
-                for h in tl.static_range(C.heads_at_once):
-                    tlx.async_descriptor_load(desc_v, v_tiles[_tile(buf, h, C)], _beside(at, h, C), v_full[buf])
+                tlx.barrier_expect_bytes(v_full[buf], C.block_kv * ROW_BYTES)
+                tlx.async_descriptor_load(desc_v, v_tiles[buf], at, v_full[buf])
                 count += 1
             if i == tl.minimum(rounds, FULL) - 1:
                 # When as much is under way as the rings hold: the look-up takes longer than a block.
@@ -281,10 +240,10 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     buf, phase = ring(count, C.k_stages)
     tlx.barrier_wait(k_full[buf], phase)
     _take_turn(g, C)
-    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[_tile(buf, g, C)]))
+    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
     last, last_phase = ring(count - 1, C.v_stages)
     tlx.barrier_wait(v_full[last], last_phase)
-    acc = tlx.async_dot(p, v_tiles[_tile(last, g, C)], acc)
+    acc = tlx.async_dot(p, v_tiles[last], acc)
     _pass_turn(g, C)
     s = tlx.async_dot_wait(1, s)
     _release(k_empty[buf], item, C)
@@ -301,11 +260,11 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
 def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tile, loads,
                  g: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """This group's rows of an item; returns ``count`` and the next item."""
-    _, start_out, len_q, first_row, _, len_kv, _, blocks = item
-    head, lo = _head(item, g, C), _first_key(item, C)
+    head, start_out, len_q, first_row, _, len_kv, _, blocks = item
+    lo = _first_key(item, C)
     q_tiles, k_tiles, v_tiles = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
-    rows = _first_row(item, g, C) + tl.arange(0, _ROWS)
+    rows = first_row + g * _ROWS + tl.arange(0, _ROWS)
     lo_rows, hi_rows = key_range(rows, len_q, len_kv, C.mask)
     seen = (lo_rows, hi_rows, len_kv)
     m = tl.zeros((_ROWS,), tl.float32) - float("inf")
@@ -319,7 +278,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     tlx.barrier_wait(k_full[buf], phase)
     tlx.barrier_wait(q_full[q_buf], q_phase)
     _take_turn(g, C)
-    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[_tile(buf, g, C)]))
+    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
     _pass_turn(g, C)
     s = tlx.async_dot_wait(0, s)
     _release(k_empty[buf], item, C)
@@ -331,8 +290,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     sums = (tl.zeros((_ROWS, C.dim), tl.float32), p.to(tlx.dtype_of(desc_o)), m, l)
     count += 1
 
-    ROWS: tl.constexpr = _ROWS * (C.groups // C.heads_at_once)
-    begin, end = unmasked_blocks(first_row, len_q, len_kv, lo, blocks, C.block_kv, ROWS, C.mask)
+    begin, end = unmasked_blocks(first_row, len_q, len_kv, lo, blocks, C.block_kv, _ROWS * C.groups, C.mask)
     if mask_kind(C.mask) != "full":
         for i in range(1, blocks - end):
             sums = _block(
@@ -352,7 +310,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     tlx.barrier_arrive(q_empty[q_buf], 1)
     last, last_phase = ring(count - 1, C.v_stages)
     tlx.barrier_wait(v_full[last], last_phase)
-    acc = tlx.async_dot(p, v_tiles[_tile(last, g, C)], acc)
+    acc = tlx.async_dot(p, v_tiles[last], acc)
     # The next item arrives under the last product.
     following = _receive(hand_out, turn + 1)
     # The store of the item before has read the staging tile.
@@ -368,7 +326,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
         acc = acc * out_scale
     tlx.local_store(o_tile, acc.to(tlx.dtype_of(desc_o)))
     tlx.fence("async_shared")
-    tlx.async_descriptor_store(desc_o, o_tile, ragged(start_out, len_q, _first_row(item, g, C), head * C.dim))
+    tlx.async_descriptor_store(desc_o, o_tile, ragged(start_out, len_q, first_row + g * _ROWS, head * C.dim))
     return _count_after(count, item, C), following
 
 
@@ -395,7 +353,7 @@ def _pass_by(count, turn, item, hand_out, loads, g: tl.constexpr, C: tl.constexp
 @triton.jit
 def attend(g: tl.constexpr, desc_o, out, lse, where, scale, out_scale, hand_out, tiles, o_tiles, loads,
            C: tl.constexpr):  # fmt: skip
-    """64 rows of queries of a head of each item: scores, weights, output and log-sum-exp."""
+    """64 rows of queries of each item: scores, weights, output and log-sum-exp."""
     if C.act == "softmax":
         scale = scale * LOG2E
     elif leaves_factor_out(C.act, tlx.dtype_of(desc_o)):
@@ -406,8 +364,8 @@ def attend(g: tl.constexpr, desc_o, out, lse, where, scale, out_scale, hand_out,
         tlx.named_barrier_arrive(_TURN_OF_0, 256)
     item = _receive(hand_out, turn)
     while item[7] > 0:
-        # The first group has a row in every item, and so have all that have a head of their own.
-        if g == 0 or C.heads_at_once > 1 or item[3] + g * _ROWS < item[2]:
+        # The first group has a row in every item.
+        if g == 0 or item[3] + g * _ROWS < item[2]:
             count, item = _attend_rows(
                 count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tiles[g], loads, g, C
             )  # fmt: skip
@@ -435,8 +393,8 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     q_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups * C.q_stages)
-    k_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.k_stages * C.heads_at_once)
-    v_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.v_stages * C.heads_at_once)
+    k_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.k_stages)
+    v_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.v_stages)
     o_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
     q_full = tlx.alloc_barriers(C.groups * C.q_stages)
     q_empty = tlx.alloc_barriers(C.groups * C.q_stages)

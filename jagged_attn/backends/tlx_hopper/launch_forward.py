@@ -6,7 +6,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ...schedule.arch import num_processors
-from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run, takes_two_heads
+from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run
 from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
@@ -25,12 +25,9 @@ def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
 
 
 @lru_cache(maxsize=1024)
-def _plan(
-    spec: AttentionSpec, num_queries: int | None, run: int, has_two_heads: bool
-) -> tuple[ForwardConfig, PreparedKernel]:
+def _plan(spec: AttentionSpec, num_queries: int | None, run: int) -> tuple[ForwardConfig, PreparedKernel]:
     """The config and the kernel of a kind of call; ``num_queries`` is S of broadcast-Q."""
-    config = forward_config(spec.head_dim, num_queries, spec.mask, has_two_heads=has_two_heads)
-    config = replace(config, run=run)
+    config = replace(forward_config(spec.head_dim, num_queries, spec.mask), run=run)
     return config, _prepared(spec, config)
 
 
@@ -53,9 +50,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     processors = num_processors(q.device)
     rows, items = (num_queries, k.shape[0]), table.shape[0] * heads
     run = forward_run(spec.kind, dim, spec.mask, rows, geometry.num_sequences, items, processors)
-    config, kernel = _plan(spec, num_queries if shared else None, run, takes_two_heads(heads))
+    config, kernel = _plan(spec, num_queries if shared else None, run)
     query_tiles = -(-num_queries // config.block_q) if shared else 1
-    runs = -(-table.shape[0] // run) * (heads // config.heads_at_once) * query_tiles
+    runs = -(-table.shape[0] // run) * heads * query_tiles
     ctas = min(runs, processors * config.ctas_per_processor)
     offsets_kv = geometry.offsets_kv.contiguous()
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
