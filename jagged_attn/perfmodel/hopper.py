@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule.hopper import ForwardConfig
-from .simulate import Barrier, HandOut, IssuingRole, Processor, Role, Signal, StoringRole, Work
+from .simulate import Barrier, HandOut, Processor, Role, Signal, StoringRole, Work
 
 DIM, ROWS, BYTES, FLOAT = 128, 64, 2, 4
 
@@ -137,44 +137,25 @@ class Forward(HandOut):
         """A group's rows of each item."""
         count = 0
         yield from self._receive(0)
-        if self.c.ahead:
-            yield from self._first_scores(g, 0, count)
         for turn, item in enumerate(self.items):
             role = self._rows(g, turn, item, count) if g < item.groups else self._pass_by(g, turn, item, count)
             yield from role
-            count = self._count_after(count, item)
-
-    def _count_after(self, count: int, item: ForwardItem) -> int:
-        return count if item.stay else count + item.blocks
+            count += 0 if item.stay else item.blocks
 
     def _release(self, empty: Barrier, count: int, item: ForwardItem) -> None:
         if not item.stay:
             empty.arrive(count)
 
-    def _issue_first(self, g: int, turn: int, count: int) -> IssuingRole:
-        """The scores of an item's first block; after the last item, of nothing, as in the kernel."""
-        if turn < len(self.items):
-            yield self.k_full.wait(count)
-            yield self.q_full[g].wait(turn)
-        yield from self._take_turn(g)
-        scores = self._scores(g)
-        self._pass_turn(g)
-        return scores
-
-    def _end_first(self, scores: Signal, turn: int, count: int) -> Role:
-        yield scores
-        if turn < len(self.items):
-            self._release(self.k_empty, count, self.items[turn])
-
-    def _first_scores(self, g: int, turn: int, count: int) -> Role:
-        scores = yield from self._issue_first(g, turn, count)
-        yield from self._end_first(scores, turn, count)
-
     def _rows(self, g: int, turn: int, item: ForwardItem, count: int) -> Role:
         sm, work = self.sm, self.work
         output: Signal | None = None
-        if not self.c.ahead:
-            yield from self._first_scores(g, turn, count)
+        yield self.k_full.wait(count)
+        yield self.q_full[g].wait(turn)
+        yield from self._take_turn(g)
+        scores = self._scores(g)
+        self._pass_turn(g)
+        yield scores
+        self._release(self.k_empty, count, item)
         # Only a mask cuts the last block of element-wise activations.
         if self.softmax or item.masked:
             yield from sm.compute(work.mask)
@@ -199,10 +180,6 @@ class Forward(HandOut):
         yield self.v_full.wait(last)
         output = self._output(g)
         yield from self._receive(turn + 1)
-        following = self._count_after(count, item)
-        ahead: Signal | None = None
-        if self.c.ahead:
-            ahead = yield from self._issue_first(g, turn + 1, following)
         yield output
         self._release(self.v_empty, last, item)
         yield from sm.compute(work.end)
@@ -210,24 +187,18 @@ class Forward(HandOut):
         yield sm.fence()
         yield sm.meet()
         sm.store(ROWS * DIM * BYTES, item.out_miss)
-        if ahead is not None:
-            yield from self._end_first(ahead, turn + 1, following)
 
     def _pass_by(self, g: int, turn: int, item: ForwardItem, count: int) -> Role:
-        if not self.c.ahead:
-            yield self.q_full[g].wait(turn)
+        yield self.q_full[g].wait(turn)
         self.q_empty[g].arrive(turn)
         for i in range(count, count + item.blocks):
-            if not self.c.ahead or i > count:
-                yield self.k_full.wait(i)
-                yield from self._take_turn(g)
-                self._pass_turn(g)
-                self._release(self.k_empty, i, item)
+            yield self.k_full.wait(i)
+            yield from self._take_turn(g)
+            self._pass_turn(g)
+            self._release(self.k_empty, i, item)
             yield self.v_full.wait(i)
             self._release(self.v_empty, i, item)
         yield from self._receive(turn + 1)
-        if self.c.ahead:
-            yield from self._first_scores(g, turn + 1, self._count_after(count, item))
 
     def _owner(self, g: int) -> int:
         return self.cta * 2 + g

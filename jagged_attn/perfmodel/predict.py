@@ -20,8 +20,7 @@ import torch
 
 from ..bench.workloads import Workload
 from ..masks import Full
-from ..schedule import hopper
-from ..schedule.hopper import ForwardConfig, forward_config, forward_run, with_scores_ahead
+from ..schedule.hopper import ForwardConfig, forward_config, forward_run
 from ..schedule.hopper_backward import adds_up_dq
 from ..schedule.tiles import max_tiles
 from .hopper import (
@@ -378,8 +377,6 @@ def chunks(lengths: Lengths) -> list[tuple[int, ...]]:
 def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
     """The forward kernel; with more runs than CTAs, the counter's zero is a launch of its own."""
     config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask)
-    if hopper.AHEAD:
-        config = with_scores_ahead(config)
     run = _run_of(machine, workload, lengths, config)
     tile = Tile(config.block_kv, ROWS, config.groups, run, config.keys_in_flight // config.block_kv)
     items = forward_items(workload, lengths, tile)

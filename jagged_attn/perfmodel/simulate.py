@@ -49,8 +49,6 @@ class Signal:
 Role: TypeAlias = Generator[float | Signal, None, None]
 # A part of a role that returns the store that it leaves under way.
 StoringRole: TypeAlias = Generator[float | Signal, None, Signal | None]
-# A part of a role that returns the product that it has issued.
-IssuingRole: TypeAlias = Generator[float | Signal, None, Signal]
 _PAST = Signal(fired=True)
 
 

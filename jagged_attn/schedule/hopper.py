@@ -1,6 +1,6 @@
 """Sizes of the Hopper kernels: what is legal, and what is chosen for a call."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ..masks import BlockDiagonal, Full, Mask, SlidingWindow
@@ -28,7 +28,6 @@ class ForwardConfig:
         q_stages: tiles of queries; with two the next item's come while this one is computed.
         ctas_per_processor: CTAs that share a multiprocessor.
         run: entries of the tile table that a CTA takes at once for one head, for keys to stay from one to the next.
-        ahead: whether the first scores of the next item are issued before this one's output leaves.
     """
 
     block_kv: int
@@ -40,7 +39,6 @@ class ForwardConfig:
     q_stages: int = 2
     ctas_per_processor: int = 1
     run: int = 1
-    ahead: bool = False
 
     @property
     def block_q(self) -> int:
@@ -68,8 +66,6 @@ class ForwardConfig:
             return f"turns are for two groups, got {self.groups}"
         if self.run > 1 and self.q_stages == 1:
             return f"a run of {self.run} entries needs two tiles of queries, got one"
-        if self.ahead and self.q_stages == 1:
-            return "scores an item ahead need two tiles of queries, got one"
         needed, alone = self.shared_bytes(head_dim, itemsize), shared_bytes_per_program((9, 0), is_hip=False)
         limit = (alone + _SYSTEM_BYTES) // self.ctas_per_processor - _SYSTEM_BYTES
         if needed > limit:
@@ -111,16 +107,6 @@ def forward_config(head_dim: int, num_queries: int | None, mask: Mask) -> Forwar
     if (num_queries is not None and num_queries <= ROWS) or (seen is not None and seen <= _NARROW):
         return _SINGLE[head_dim]
     return (_PAIR if num_queries is None else _PAIR_SHARED)[head_dim]
-
-
-# Whether the forward issues the first scores of an item before the output of the one before leaves, where there are two
-# tiles of queries. Read at each call.
-AHEAD = False
-
-
-def with_scores_ahead(config: ForwardConfig) -> ForwardConfig:
-    """``config`` with ``ahead``, if it has a second tile of queries; 232 registers spill with causal ``fast_gelu``."""
-    return replace(config, ahead=True, registers=240) if config.q_stages > 1 else config
 
 
 # Entries of a run, and the fewest runs for each multiprocessor: whole runs are handed out, so the last of them must be

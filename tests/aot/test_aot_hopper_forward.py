@@ -10,16 +10,7 @@ import pytest
 from jagged_attn.backends._jit.constants import Constants
 from jagged_attn.backends.tlx_hopper.forward import forward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
-from jagged_attn.schedule.hopper import (
-    _PAIR,
-    _PAIR_SHARED,
-    _SINGLE,
-    ROWS,
-    RUN,
-    ForwardConfig,
-    forward_config,
-    with_scores_ahead,
-)  # fmt: skip
+from jagged_attn.schedule.hopper import _PAIR, _PAIR_SHARED, _SINGLE, ROWS, RUN, ForwardConfig, forward_config
 from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
 
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence")
@@ -47,18 +38,15 @@ class Case(NamedTuple):
     mask: str = "full"
     act: str = "softmax"
     run: int = 1
-    ahead: bool = False
 
     def __str__(self) -> str:
         kind = "self" if self.num_queries is None else f"broadcast-Q {self.num_queries}"
         kind += f" in runs of {self.run}" if self.run > 1 else ""
-        kind += ", scores ahead" if self.ahead else ""
         return f"{kind}, D{self.dim}, {self.dtype}, {self.mask}, {self.act}"
 
     @property
     def config(self) -> ForwardConfig:
-        config = replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask]), run=self.run)
-        return with_scores_ahead(config) if self.ahead else config
+        return replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask]), run=self.run)
 
 
 # Every shipped configuration, head dim, dtype and activation.
@@ -75,10 +63,6 @@ CASES = [
     Case(None, 128, act="fast_gelu", run=RUN),
     Case(None, 64, run=RUN),
     Case(None, 64, "fp16", act="fast_gelu", run=RUN),
-    Case(None, 128, ahead=True),
-    Case(None, 128, act="fast_gelu", run=RUN, ahead=True),
-    Case(None, 128, "bf16", "causal", "fast_gelu", ahead=True),
-    Case(None, 64, mask="causal", ahead=True),
 ]
 OTHERS = [
     case
@@ -87,16 +71,6 @@ OTHERS = [
         [
             *itertools.product((None,), (128, 64), ("bf16", "fp16"), _MASKS, _ACTIVATIONS),
             *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (RUN,)),
-            *itertools.product(
-                (None,),
-                (128, 64),
-                ("bf16", "fp16"),
-                ("full", "causal", "window", "blocks"),
-                _ACTIVATIONS,
-                (1,),
-                (True,),
-            ),
-            *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (RUN,), (True,)),
             *itertools.product((64, 128), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS),
         ],
     )
@@ -156,9 +130,4 @@ def test_every_other_combination_passes_its_gate(case: Case) -> None:
 
 def test_every_shipped_configuration_is_among_the_cases() -> None:
     runs = {replace(config, run=RUN) for config in _PAIR.values()}
-    assert {case.config for case in CASES if not case.ahead} == {
-        *_PAIR.values(),
-        *_PAIR_SHARED.values(),
-        *_SINGLE.values(),
-        *runs,
-    }
+    assert {case.config for case in CASES} == {*_PAIR.values(), *_PAIR_SHARED.values(), *_SINGLE.values(), *runs}

@@ -1,7 +1,5 @@
 """The Hopper forward kernel in the emulator, launched by the library's own launch code."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -16,7 +14,6 @@ from jagged_attn.perfmodel.hopper import Forward
 from jagged_attn.perfmodel.machine import H200
 from jagged_attn.perfmodel.predict import Lengths, Tile, forward_items
 from jagged_attn.perfmodel.simulate import Processor, Rates
-from jagged_attn.schedule import hopper
 from jagged_attn.schedule.hopper import RUN, forward_config, forward_run
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
@@ -37,8 +34,7 @@ def _offsets(lengths):
 
 
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
-          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, run=1, ahead=False,
-          monkeypatch=None):  # fmt: skip
+          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, run=1, monkeypatch=None):  # fmt: skip
     """Run the forward and compare it with the reference; returns the asynchronous operations by engine."""
     generator = torch.Generator().manual_seed(0)
     lengths_kv = lengths_q if lengths_kv is None else lengths_kv
@@ -55,7 +51,6 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     tables = tuple(_tables(table_requests(spec, HOPPER), rows_q, rows_kv, offsets_q, offsets_kv))
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
     monkeypatch.setattr(launch_forward, "forward_run", lambda *_: run)
-    monkeypatch.setattr(hopper, "AHEAD", ahead)
     launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"), scratch=("slots",))
     with emulated_launches(launch) as reports:
         out, lse = launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
@@ -87,17 +82,6 @@ def test_runs(schedule, monkeypatch):
     check(schedule, "cross", **lengths, heads=(2, 1), run=4, processors=2, monkeypatch=monkeypatch)
 
 
-@pytest.mark.emulator(seeds=1, roles=("load", "attend"))
-def test_scores_ahead(schedule, monkeypatch):
-    check(schedule, lengths_q=(0, 65, 300, 1, 129), ahead=True, monkeypatch=monkeypatch)
-
-
-@pytest.mark.emulator(seeds=1, roles=("load", "attend"))
-def test_scores_ahead_in_runs(schedule, monkeypatch):
-    lengths = {"lengths_q": (300, 0, 65, 513), "lengths_kv": (129, 5, 0, 256)}
-    check(schedule, "cross", **lengths, heads=(2, 1), dim=128, run=4, processors=2, ahead=True, monkeypatch=monkeypatch)
-
-
 _RANDOM = Schedule("random", 0)
 _FEW_KEYS = {"kind": "cross", "lengths_q": MANY_QUERIES, "lengths_kv": FEW_KEYS}
 CASES = {
@@ -119,9 +103,6 @@ CASES = {
     "fast gelu, width 128": {"activation": "fast_gelu", "dim": 128, "lengths_q": (300, 0, 129)},
     "no keys at all": {"kind": "cross", "lengths_q": (3, 65), "lengths_kv": (0, 0), "tail": 2},
     "all empty": {"lengths_q": (0, 0), "tail": 3},
-    "one CTA": {"lengths_q": (*LENGTHS, 256, 257, 513), "processors": 1},
-    "an item a CTA": {"kind": "cross", "lengths_kv": OTHERS, "processors": 99},
-    "one block an item, one CTA": {"kind": "cross", "lengths_kv": (100,) * 10, "processors": 1, "dim": 128},
     "broadcast-Q, two tiles of queries": {"kind": "broadcast_q", "num_queries": 200, "lengths_q": (130, 0, 70)},
     "broadcast-Q, all empty": {"kind": "broadcast_q", "lengths_q": (0, 0, 0), "tail": 2},
     "runs, grouped heads": {**_FEW_KEYS, "heads": (4, 2), "run": 4},
@@ -137,10 +118,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_case(name, ahead, monkeypatch):
-    check(_RANDOM, **CASES[name], ahead=ahead, monkeypatch=monkeypatch)
+def test_case(name, monkeypatch):
+    check(_RANDOM, **CASES[name], monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize(("keys", "brought"), [(256, 2), (385, 6)])
@@ -151,17 +131,14 @@ def test_keys_that_fit_the_rings_are_loaded_once_a_run(keys, brought, monkeypatc
     assert ops["tma_load"] == queries + brought * 2 * -(-keys // 128) + rows_of_no_sequence
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_performance_model_issues_what_runs_issue(ahead, monkeypatch):
+def test_the_performance_model_issues_what_runs_issue(monkeypatch):
     lengths = (700, 300, 3), (256, 129, 0)
-    ops = check(
-        _RANDOM, "cross", *lengths, heads=(1, 1), dim=128, run=4, processors=1, ahead=ahead, monkeypatch=monkeypatch
-    )
+    ops = check(_RANDOM, "cross", *lengths, heads=(1, 1), dim=128, run=4, processors=1, monkeypatch=monkeypatch)
     # The three queries of no sequence are one more.
     workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(128, 64, 2, run=4, fitting=2)
     items = forward_items(workload, Lengths((*lengths[0], 3), (*lengths[1], 0)), tile)
     sm = Processor(H200, Rates(32, 19))
-    Forward(sm, replace(forward_config(128, None, Full()), ahead=ahead), "softmax", items, 0).start()
+    Forward(sm, forward_config(128, None, Full()), "softmax", items, 0).start()
     sm.clock.run()
     assert (sm.products, sm.loads, sm.stores) == (ops["wgmma"], ops["tma_load"], ops["tma_store"])
 

@@ -55,16 +55,6 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         "runs": lambda: _forward(
             kind="cross", lengths_q=(300, 200, 513), lengths_kv=(400, 129, 64), heads=(1, 1), run=4, processors=1
         ),
-        "ahead": lambda: _forward(lengths_q=(300, 5, 64, 130), processors=1, ahead=True),
-        "ahead, in runs": lambda: _forward(
-            kind="cross",
-            lengths_q=(300, 200, 513),
-            lengths_kv=(400, 129, 64),
-            heads=(1, 1),
-            run=4,
-            processors=1,
-            ahead=True,
-        ),
         "broadcast-Q": lambda: _forward(
             kind="broadcast_q", num_queries=100, lengths_q=(300, 5, 600), lengths_kv=(300, 5, 600), processors=1
         ),
@@ -105,7 +95,7 @@ _KERNELS = {
     "broadcast-Q, 64": (backward_64,), "broadcast-Q, 128": (backward_128,),
 }  # fmt: skip
 # Functions that stand for an operation: its faults go to where they are called.
-_HELPERS = {"_release": "barrier_arrive", "_release_first": "barrier_arrive"}
+_HELPERS = {"_release": "barrier_arrive"}
 
 
 def _one_block_more(place: Place) -> None:

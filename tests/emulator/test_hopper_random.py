@@ -74,7 +74,6 @@ def run_forward(seed: int) -> None:
         call |= shared | {"mask": None}
     elif call["mask"] == Full():
         call["run"] = draw.choice([1, 2, 4, 4, 8])
-    call["ahead"] = draw.random() < 0.5
     with pytest.MonkeyPatch.context() as patch:
         forwards.check(_schedule(draw), kind, processors=draw.choice([1, 1, 2, 3, 5]), monkeypatch=patch, **call)
 

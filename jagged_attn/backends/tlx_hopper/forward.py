@@ -9,8 +9,8 @@ Without a mask a CTA may take items in runs: up to ``run`` tiles of queries of o
 table. Where the next is of the same sequence, and its blocks fit the rings, keys and values *stay*: the load role does
 not bring them again, and the consumers use the same buffers once more and give them back after the last such item only.
 
-``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers, turns, run and
-ahead of the ``ForwardConfig``; mask, act, broadcast_q.
+``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers, turns and run of
+the ``ForwardConfig``; mask, act, broadcast_q.
 """
 
 import triton
@@ -257,53 +257,9 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
 
 
 @triton.jit
-def _release_first(empty, item, C: tl.constexpr):
-    """``_release`` of an item's first block of keys. There may be no item: see ``_first_or_last``."""
-    if C.ahead:
-        taken = item[7] > 0
-        if C.run > 1:
-            taken = taken & (item[6] == 0)
-        tlx.barrier_arrive(empty, 1, pred=taken)
-    else:
-        _release(empty, item, C)
-
-
-@triton.jit
-def _first_or_last(count, turn, item):
-    """``count`` and ``turn`` of an item's first block, or if there is none, of the last block of all before it.
-
-    So scores ahead need no branch, which would part a product from its wait: the last block's are made once more, and
-    dropped. For the same reason a group makes the first scores of an item of which it has no row.
-    """
-    none = (item[7] == 0).to(tl.int32)
-    return count - none, turn - none
-
-
-@triton.jit
-def _first_scores(count, queries, item, tiles, loads, g: tl.constexpr, C: tl.constexpr):
-    """Scores of an item's first block."""
-    q_tiles, k_tiles, _ = tiles
-    q_full, _, k_full, k_empty, _, _ = loads
-    q_buf, q_phase = queries
-    buf, phase = ring(count, C.k_stages)
-    tlx.barrier_wait(k_full[buf], phase)
-    tlx.barrier_wait(q_full[q_buf], q_phase)
-    _take_turn(g, C)
-    s = tlx.async_dot(q_tiles[q_buf], tlx.local_trans(k_tiles[buf]))
-    _pass_turn(g, C)
-    s = tlx.async_dot_wait(0, s)
-    _release_first(k_empty[buf], item, C)
-    return s
-
-
-@triton.jit
-def _attend_rows(count, turn, item, s, desc_o, lse, scale, out_scale, hand_out, tiles, o_tile, loads,
+def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tile, loads,
                  g: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """This group's rows of an item; returns ``count`` and the next item.
-
-    With ``C.ahead``, ``s`` are the first scores, and those of the next item are returned as well: they are issued
-    behind the last product, and made while the output leaves.
-    """
+    """This group's rows of an item; returns ``count`` and the next item."""
     head, start_out, len_q, first_row, _, len_kv, _, blocks = item
     lo = _first_key(item, C)
     q_tiles, k_tiles, v_tiles = tiles
@@ -318,8 +274,14 @@ def _attend_rows(count, turn, item, s, desc_o, lse, scale, out_scale, hand_out, 
     q_tile = q_tiles[q_buf]
 
     # The last block: the only one that the end of the sequence may cut.
-    if not C.ahead:
-        s = _first_scores(count, (q_buf, q_phase), item, tiles, loads, g, C)
+    buf, phase = ring(count, C.k_stages)
+    tlx.barrier_wait(k_full[buf], phase)
+    tlx.barrier_wait(q_full[q_buf], q_phase)
+    _take_turn(g, C)
+    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
+    _pass_turn(g, C)
+    s = tlx.async_dot_wait(0, s)
+    _release(k_empty[buf], item, C)
     # Without a mask or a sum of weights, keys past the end need no comparison: their scores of 0 meet zeros in V.
     CUT: tl.constexpr = C.act == "softmax" or mask_kind(C.mask) != "full"
     p, _, m, l = _activated(  # noqa: E741
@@ -351,19 +313,9 @@ def _attend_rows(count, turn, item, s, desc_o, lse, scale, out_scale, hand_out, 
     acc = tlx.async_dot(p, v_tiles[last], acc)
     # The next item arrives under the last product.
     following = _receive(hand_out, turn + 1)
-    if C.ahead:
-        count = _count_after(count, item, C)
-        first, its_turn = _first_or_last(count, turn + 1, following)
-        q_buf, q_phase = _queries(its_turn, g, C)
-        buf, phase = ring(first, C.k_stages)
-        tlx.barrier_wait(k_full[buf], phase)
-        tlx.barrier_wait(q_full[q_buf], q_phase)
-        _take_turn(g, C)
-        s = tlx.async_dot(q_tiles[q_buf], tlx.local_trans(k_tiles[buf]))
-        _pass_turn(g, C)
     # The store of the item before has read the staging tile.
     tlx.async_descriptor_store_wait(0)
-    acc = tlx.async_dot_wait(1 if C.ahead else 0, acc)
+    acc = tlx.async_dot_wait(0, acc)
     _release(v_empty[last], item, C)
 
     if C.act == "softmax":
@@ -375,52 +327,27 @@ def _attend_rows(count, turn, item, s, desc_o, lse, scale, out_scale, hand_out, 
     tlx.local_store(o_tile, acc.to(tlx.dtype_of(desc_o)))
     tlx.fence("async_shared")
     tlx.async_descriptor_store(desc_o, o_tile, ragged(start_out, len_q, first_row + g * _ROWS, head * C.dim))
-    if C.ahead:
-        s = tlx.async_dot_wait(0, s)
-        _release_first(k_empty[buf], following, C)
-        return count, following, s
-    else:
-        return _count_after(count, item, C), following
+    return _count_after(count, item, C), following
 
 
 @triton.jit
-def _pass_keys_by(count, item, loads, g: tl.constexpr, C: tl.constexpr):
-    """Take a turn, without scores."""
-    _, _, k_full, k_empty, _, _ = loads
-    buf, phase = ring(count, C.k_stages)
-    tlx.barrier_wait(k_full[buf], phase)
-    _take_turn(g, C)
-    _pass_turn(g, C)
-    _release(k_empty[buf], item, C)
-
-
-@triton.jit
-def _pass_by(count, turn, item, hand_out, tiles, loads, g: tl.constexpr, C: tl.constexpr):
+def _pass_by(count, turn, item, hand_out, loads, g: tl.constexpr, C: tl.constexpr):
     """What ``_attend_rows`` does for the other roles, by a group whose rows are all past the end of the queries."""
-    q_full, q_empty, _, _, v_full, v_empty = loads
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
     q_buf, q_phase = _queries(turn, g, C)
-    if not C.ahead:
-        tlx.barrier_wait(q_full[q_buf], q_phase)
+    tlx.barrier_wait(q_full[q_buf], q_phase)
     tlx.barrier_arrive(q_empty[q_buf], 1)
-    for i in range(item[7]):
-        if C.ahead:
-            # The first block's scores have been made.
-            if i > 0:
-                _pass_keys_by(count, item, loads, g, C)
-        else:
-            _pass_keys_by(count, item, loads, g, C)
+    for _i in range(item[7]):
+        buf, phase = ring(count, C.k_stages)
+        tlx.barrier_wait(k_full[buf], phase)
+        _take_turn(g, C)
+        _pass_turn(g, C)
+        _release(k_empty[buf], item, C)
         buf, phase = ring(count, C.v_stages)
         tlx.barrier_wait(v_full[buf], phase)
         _release(v_empty[buf], item, C)
         count += 1
-    if C.ahead:
-        count = _count_after(count, item, C)
-        following = _receive(hand_out, turn + 1)
-        first, its_turn = _first_or_last(count, turn + 1, following)
-        s = _first_scores(first, _queries(its_turn, g, C), following, tiles, loads, g, C)
-        return count, following, s
-    else:
-        return _count_after(count, item, C), _receive(hand_out, turn + 1)
+    return _count_after(count, item, C), _receive(hand_out, turn + 1)
 
 
 @triton.jit
@@ -436,27 +363,15 @@ def attend(g: tl.constexpr, desc_o, out, lse, where, scale, out_scale, hand_out,
     if C.turns and g == 1:
         tlx.named_barrier_arrive(_TURN_OF_0, 256)
     item = _receive(hand_out, turn)
-    # The first group has a row in every item.
-    if C.ahead:
-        if item[7] > 0:
-            s = _first_scores(count, _queries(turn, g, C), item, tiles, loads, g, C)
-            while item[7] > 0:
-                if g == 0 or item[3] + g * _ROWS < item[2]:
-                    count, item, s = _attend_rows(
-                        count, turn, item, s, desc_o, lse, scale, out_scale, hand_out, tiles, o_tiles[g], loads, g, C
-                    )  # fmt: skip
-                else:
-                    count, item, s = _pass_by(count, turn, item, hand_out, tiles, loads, g, C)
-                turn += 1
-    else:
-        while item[7] > 0:
-            if g == 0 or item[3] + g * _ROWS < item[2]:
-                count, item = _attend_rows(
-                    count, turn, item, 0, desc_o, lse, scale, out_scale, hand_out, tiles, o_tiles[g], loads, g, C
-                )  # fmt: skip
-            else:
-                count, item = _pass_by(count, turn, item, hand_out, tiles, loads, g, C)
-            turn += 1
+    while item[7] > 0:
+        # The first group has a row in every item.
+        if g == 0 or item[3] + g * _ROWS < item[2]:
+            count, item = _attend_rows(
+                count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tiles[g], loads, g, C
+            )  # fmt: skip
+        else:
+            count, item = _pass_by(count, turn, item, hand_out, loads, g, C)
+        turn += 1
     if C.broadcast_q:
         write_empty(out, lse, where, g, C.heads, C.dim, C.groups, _ROWS, C.act == "softmax")
     tlx.async_descriptor_store_wait(0)

@@ -5,9 +5,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ...schedule import hopper
 from ...schedule.arch import num_processors
-from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run, with_scores_ahead
+from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run
 from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
@@ -26,11 +25,9 @@ def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
 
 
 @lru_cache(maxsize=1024)
-def _plan(spec: AttentionSpec, num_queries: int | None, run: int, ahead: bool) -> tuple[ForwardConfig, PreparedKernel]:
+def _plan(spec: AttentionSpec, num_queries: int | None, run: int) -> tuple[ForwardConfig, PreparedKernel]:
     """The config and the kernel of a kind of call; ``num_queries`` is S of broadcast-Q."""
     config = replace(forward_config(spec.head_dim, num_queries, spec.mask), run=run)
-    if ahead:
-        config = with_scores_ahead(config)
     return config, _prepared(spec, config)
 
 
@@ -53,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     processors = num_processors(q.device)
     rows, items = (num_queries, k.shape[0]), table.shape[0] * heads
     run = forward_run(spec.kind, dim, spec.mask, rows, geometry.num_sequences, items, processors)
-    config, kernel = _plan(spec, num_queries if shared else None, run, hopper.AHEAD)
+    config, kernel = _plan(spec, num_queries if shared else None, run)
     query_tiles = -(-num_queries // config.block_q) if shared else 1
     runs = -(-table.shape[0] // run) * heads * query_tiles
     ctas = min(runs, processors * config.ctas_per_processor)
