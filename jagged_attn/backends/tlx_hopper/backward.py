@@ -147,14 +147,15 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
     PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
     buf, phase = ring(count, C.stages)
-    ds_buf, ds_phase = ring(count + 1, C.ds_stages)
+    ds_buf, ds_phase = ring(count, C.ds_stages)
     k_buf = turn % 2
-    # Before a CTA's first tile there are zeros.
-    last_buf, last_phase = ring(count, C.ds_stages)
+    # Before a CTA's first tile there is none: this product of zeros is made and dropped.
+    last_buf, last_phase = ring(count + (C.ds_stages - 1), C.ds_stages)
     tlx.barrier_wait(q_full[buf], phase)
     s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
     if C.sums:
-        tlx.barrier_wait(ds_full[last_buf], last_phase)
+        if count > 0:
+            tlx.barrier_wait(ds_full[last_buf], last_phase ^ 1)
         dq = tlx.async_dot(
             tlx.local_trans(ds_tiles[last_buf]),
             tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS]),
@@ -180,8 +181,8 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     if C.sums:
         tlx.async_descriptor_store_wait(0)
         dq = tlx.async_dot_wait(1, dq)
-        tlx.barrier_arrive(ds_empty[last_buf], 1)
         if count > 0:
+            tlx.barrier_arrive(ds_empty[last_buf], 1)
             if trip == 0:
                 tlx.barrier_arrive(k_empty[last[4]], 1)
             _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
@@ -213,8 +214,8 @@ def _dq_of(g: tl.constexpr, count, last, desc_sum, memory, C: tl.constexpr):
     k_tiles = memory[0][2]
     ds_tiles, dq_tiles, _, ds_full, ds_empty = memory[2]
     COLUMNS: tl.constexpr = C.dim // 2
-    buf, phase = ring(count, C.ds_stages)
-    tlx.barrier_wait(ds_full[buf], phase)
+    buf, phase = ring(count + (C.ds_stages - 1), C.ds_stages)
+    tlx.barrier_wait(ds_full[buf], phase ^ 1)
     dq = tlx.async_dot(
         tlx.local_trans(ds_tiles[buf]), tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS])
     )
@@ -240,14 +241,11 @@ def _pass_by(g: tl.constexpr, step, last, desc_sum, memory, DTYPE: tl.constexpr,
     if trip == trips - 1:
         tlx.barrier_arrive(v_empty[0], 1)
     if C.sums:
-        ds_buf, ds_phase = ring(count + 1, C.ds_stages)
+        ds_buf, ds_phase = ring(count, C.ds_stages)
         if count > 0:
             _dq_of(g, count, last, desc_sum, memory, C)
             if trip == 0:
                 tlx.barrier_arrive(k_empty[last[4]], 1)
-        else:
-            tlx.barrier_wait(ds_full[0], 0)
-            tlx.barrier_arrive(ds_empty[0], 1)
         tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
         own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
         tlx.local_store(own_ds, tl.zeros([HALF, C.rows], DTYPE))
@@ -308,9 +306,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     turn = 0
     kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
     start_kv, len_kv, first_key = receive_keys(slots, turn)
-    if C.sums:
-        # The first dS of all: zeros, whose dQ is nobody's and dropped.
-        tlx.barrier_arrive(exchange[3][0], 1)
+    # Nobody's: it is dropped.
     last = _where(0, 0, (kv_head, len_q, begin, tl.maximum(n, 1), start_q), C)
     while n > 0:
         rows_dq = tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
@@ -415,7 +411,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 2)
     if C.sums:
-        tlx.local_store(ds_tiles[0], tl.zeros([C.keys, C.rows], DTYPE))
+        # The first dQ of all, which is dropped, reads the last buffer. Only dQ's wait before a dS guards that.
+        tlx.local_store(ds_tiles[C.ds_stages - 1], tl.zeros([C.keys, C.rows], DTYPE))
         tlx.fence("async_shared")
     where = (items, table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)
     hand_out = (slots, item_full, item_empty)
