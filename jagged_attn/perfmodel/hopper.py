@@ -470,7 +470,7 @@ class QueriesItem:
         tiles: of keys.
         groups: warp groups that have a row.
         kv_miss: share of K and V that comes from device memory.
-        q_miss: likewise for Q, dO and O, and for dQ on its way there.
+        q_miss: likewise for Q and dO, and for dQ on its way there.
         seen: the first of the tiles that each group sees, and the end of these; ``None``: all.
     """
 
@@ -491,7 +491,6 @@ QUERIES_WORK = {
     "masked": (Work(fma=32, alu=180, mufu=32, other=90), Work(fma=64, alu=18, other=60), _ROUNDING),
     "fast_gelu": (Work(fma=352, mufu=32, other=70), Work(fma=64, alu=18, other=60), _ROUNDING),
 }
-_DELTA = Work(fma=160, alu=110, other=60, shuffles=2)
 
 
 class Queries(HandOut):
@@ -501,9 +500,9 @@ class Queries(HandOut):
 
     def __init__(self, sm: Processor, act: str, items: Sequence[QueriesItem]) -> None:
         self.sm, self.items, self.work = sm, items, QUERIES_WORK[act]
-        # Q and dO come with lse, which the load role brings itself; O is an item's first tile in the ring of K and V.
-        self.outputs = 1 if act != "fast_gelu" else 0
-        self.q_full = [sm.barrier(2 + self.outputs) for _ in range(2)]
+        # Q and dO come with lse and delta.
+        self.parts = (DIM * BYTES,) * 2 + ((FLOAT,) * 2 if act != "fast_gelu" else ())
+        self.q_full = [sm.barrier(len(self.parts)) for _ in range(2)]
         self.q_empty = [sm.barrier() for _ in range(2)]
         self.k_full, self.v_full, self.keys_empty = sm.barrier(), sm.barrier(), sm.barrier(2)
         self.item_full, self.item_empty = sm.barrier(), sm.barrier(2)
@@ -513,16 +512,11 @@ class Queries(HandOut):
         return [self.sm.clock.spawn(role) for role in (self.load(), self.groups(0), self.groups(1))]
 
     def load(self) -> Role:
-        """Items, looked up one ahead and their queries loaded then; O of each item, K and V of each tile."""
+        """Items, looked up one ahead and their queries loaded then; K and V of each tile."""
         count = 0
         yield from self._take(0)
         yield from self._bring_queries(0)
         for turn, item in enumerate(self.items):
-            if self.outputs:
-                yield self.keys_empty.wait(count - self.STAGES)
-                for g, full in enumerate((self.k_full, self.v_full)):
-                    yield from self.sm.load(ROWS * DIM * BYTES, item.q_miss if g < item.groups else 0.0, full, count)
-                count += 1
             for trip in range(item.tiles):
                 yield self.keys_empty.wait(count - self.STAGES)
                 for full in (self.k_full, self.v_full):
@@ -533,18 +527,11 @@ class Queries(HandOut):
                     yield from self._bring_queries(turn + 1)
 
     def _bring_queries(self, turn: int) -> Role:
-        if turn >= len(self.items):
-            return
-        item, lse_arrives = self.items[turn], self.sm.pause(self.sm.machine.global_latency)
-        for g in range(2):
+        for g in range(2 if turn < len(self.items) else 0):
+            item = self.items[turn]
             yield self.q_empty[g].wait(turn - 2)
-            for _ in range(2):
-                miss = item.q_miss if g < item.groups else 0.0
-                yield from self.sm.load(ROWS * DIM * BYTES, miss, self.q_full[g], turn)
-        if self.outputs:
-            yield lse_arrives
-            for g in range(2):
-                self.q_full[g].arrive(turn)
+            for width in self.parts:
+                yield from self.sm.load(ROWS * width, item.q_miss if g < item.groups else 0.0, self.q_full[g], turn)
 
     def groups(self, g: int) -> Role:
         """64 of the queries: their dQ."""
@@ -554,9 +541,8 @@ class Queries(HandOut):
         yield from self._receive(0)
         for turn, item in enumerate(self.items):
             yield self.q_full[g].wait(turn)
-            count += self.outputs
             for trip in range(item.tiles):
-                yield from self._tile(g, count + trip, turn, trip, item, stored)
+                yield from self._tile(g, count + trip, turn if trip == 0 else 0, item.sees(g, trip), stored)
             count += item.tiles
             if g < item.groups:
                 yield from sm.compute(rounding)
@@ -566,21 +552,18 @@ class Queries(HandOut):
                 stored = sm.store(ROWS * DIM * BYTES, item.q_miss)
             yield from self._receive(turn + 1)
 
-    def _tile(self, g: int, count: int, turn: int, trip: int, item: QueriesItem, stored: Signal | None) -> Role:
-        """S, dP and dQ, or nothing. Under an item's first tile the last item's queries go, and delta is made."""
+    def _tile(self, g: int, count: int, turn: int, sees: bool, stored: Signal | None) -> Role:
+        """S, dP and dQ, or nothing; ``turn`` is that of an item's first tile: under it the last item's queries go."""
         sm = self.sm
         weights, gradient, _ = self.work
-        sees = item.sees(g, trip)
         yield self.k_full.wait(count)
         s = sm.product(g, ROWS, ROWS, DIM) if sees else None
         yield self.v_full.wait(count)
         dp = sm.product(g, ROWS, ROWS, DIM) if sees else None
-        if trip == 0 and turn > 0:
+        if turn > 0:
             yield from _read(stored)
             yield sm.meet()
             self.q_empty[g].arrive(turn - 1)
-        if trip == 0 and self.outputs:
-            yield from self._make_delta(count - 1, g < item.groups)
         if s is not None and dp is not None:
             yield s
             yield from sm.compute(weights)
@@ -588,18 +571,6 @@ class Queries(HandOut):
             yield from sm.compute(gradient)
             yield sm.product(g, ROWS, DIM, ROWS, registers=True)
         self.keys_empty.arrive(count)
-
-    def _make_delta(self, count: int, has_row: bool) -> Role:
-        """The sums of O dO, which change layout on their way to memory."""
-        yield self.k_full.wait(count)
-        yield self.v_full.wait(count)
-        if has_row:
-            yield from self.sm.touch(2 * ROWS * DIM * BYTES)
-        self.keys_empty.arrive(count)
-        if has_row:
-            yield from self.sm.compute(_DELTA)
-            yield self.sm.meet()
-            yield self.sm.pause(2 * self.sm.machine.shared_latency)
 
 
 # --- Backward of broadcast-Q ---

@@ -432,18 +432,15 @@ def _queries_time(machine: Machine, kind: str, item: QueriesItem) -> Steady:
 
 
 def around_keys(machine: Machine, workload: Workload, lengths: Lengths, sums: bool = True) -> float:
-    """Milliseconds of what comes before and after the kernel where keys stay: zeros, preparation, rounded sums.
-
-    Without sums, zeros for the counters alone.
-    """
-    if not sums:
-        return machine.launch_us * 1e-3
+    """Milliseconds of what comes before and after the kernel where keys stay: zeros, preparation, rounded sums."""
     elements = sum(lengths.q) * workload.num_heads * DIM
     # Without a softmax there are counters to be zeroed.
     prepared = pass_ms(machine, elements * 2 * BYTES if workload.activation == "softmax" else 0)
     if workload.kind == "broadcast_q":
         # Zeros, and PyTorch's sum, product and copy, of a few megabytes.
         return prepared + 4 * machine.launch_us * 1e-3
+    if not sums:
+        return prepared
     return prepared + pass_ms(machine, elements * FLOAT) + pass_ms(machine, elements * (FLOAT + BYTES))
 
 

@@ -65,8 +65,8 @@ ITEMS = keys_items(SELF, LENGTHS, groups=True)
 CASES = {
     "forward": ("self", None, "forward", 0, lambda sm: Forward(sm, CONFIG, "softmax", FORWARD_ITEMS, 0), (0, 0, 0)),
     "keys": ("self", None, "sums", 0, lambda sm: Keys(sm, "softmax", ITEMS), (0, 0, 0)),
-    "keys, dQ apart": ("self", None, "apart", 1, lambda sm: Keys(sm, "softmax", ITEMS, False), (0, 0, 0)),
-    "queries": ("self", None, "apart", 0, lambda sm: Queries(sm, "softmax", queries_items(SELF, LENGTHS)), (0, 0, 0)),
+    "keys, dQ apart": ("self", None, "apart", 0, lambda sm: Keys(sm, "softmax", ITEMS, False), (0, 0, 0)),
+    "queries": ("self", None, "apart", 1, lambda sm: Queries(sm, "softmax", queries_items(SELF, LENGTHS)), (0, 0, 0)),
     "64 queries": ("broadcast_q", 64, "sums", 0, lambda sm: Turns(sm, 64, 4, 3, RUNS), (0, 1, 2)),
     "128 queries": ("broadcast_q", 128, "sums", 0, lambda sm: Halves(sm, RUNS), (6, 6, 4)),
 }

@@ -38,11 +38,7 @@ def _take(number, turn, hand_out, where, C: tl.constexpr):
     slots, item_full, item_empty = hand_out
     item = key_item(number, *where, C.heads // C.group, C.rows, C.keys, C.mask)
     publish(slots, item_full, item_empty, turn, item[:8], ITEM_SLOT)
-    kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key, block = item
-    if not C.sums and C.act == "softmax":
-        # A tile of no query takes the last block, which is nobody's: ``backward_q`` writes only those of a query.
-        block = tl.where(begin < len_q, block, where[5] // C.rows + where[4] + 1)
-    return kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key, block
+    return item
 
 
 @triton.jit

@@ -28,11 +28,11 @@ _BLOCK_KEYS, _KEY_STAGES = 64, 3
 _DS_STAGES = 2
 # Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
 _REPLICAS = 16
-# Rows of no sequence count as one more sequence; one block more is padding, which tiles of no query take.
+# Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
 _EXTRA_BLOCKS = 2
 _FINISH_BLOCK = 2048
-# A counter of work takes 16 bytes, as aligned as the tensors that Triton compiles for.
-_COUNTER = 4
+# Counters of work are 16 bytes apart, as aligned as the tensors that Triton compiles for.
+_COUNTERS, _APART = 2, 4
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
     # An element-wise activation parks factors in the tiles of dS.
     stages = (_STAGES if sums or not spec.has_softmax else _STAGES_WITHOUT_DQ)[dim]
     around = {
-        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "COUNTERS": _COUNTER,
+        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "COUNTERS": _COUNTERS * _APART,
         "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK,
     }  # fmt: skip
     common = {
@@ -141,67 +141,40 @@ class _Call:
         """Sequences, rows of dO, rows of the keys."""
         return self.num_sequences, self.dout.shape[0], self.k.shape[0]
 
-    @property
-    def stats_blocks(self) -> int:
-        """Blocks of the row statistics, a head."""
-        return self.dout.shape[0] // BLOCK_Q + self.num_sequences + _EXTRA_BLOCKS
-
-    @property
-    def block_size(self) -> int:
-        """Numbers of a block of the row statistics, of all heads."""
-        return self.spec.num_heads * 2 * BLOCK_Q if self.spec.has_softmax else 0
-
-    @property
-    def inverse_out_scale(self) -> float:
-        """The factor of delta. Without an out_scale everything is 0 in the end; the sums need only be finite."""
-        return 1.0 / self.spec.out_scale if self.spec.out_scale else 0.0
-
 
 def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
-    spec = call.spec
-    repeatable = spec.deterministic or not adds_up_dq(spec.head_dim, spec.mask, call.k.shape[0], call.num_sequences)
+    spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
+    repeatable = spec.deterministic or not adds_up_dq(dim, spec.mask, call.k.shape[0], call.num_sequences)
     sums = call.shared or not repeatable
-    kernels = _kernels(spec, sums, call.q.is_cuda)
-    (_launch_sums if sums else _launch_apart)(call, kernels, out, lse)
-
-
-def _launch_sums(call: _Call, kernels: _Kernels, out: Tensor, lse: Tensor) -> None:
-    """dQ as the sum of what the tiles of keys add."""
-    spec, q = call.spec, call.q
-    stats = q.new_empty(call.stats_blocks * call.block_size, dtype=torch.float32)
-    counter = (q.new_empty if spec.has_softmax else q.new_zeros)(_COUNTER, dtype=torch.int32)
-    copies = _REPLICAS if call.shared else 1
-    dq_sum = q.new_zeros((copies * q.shape[0], *q.shape[1:]), dtype=torch.float32)
+    kernels = _kernels(spec, sums, q.is_cuda)
+    blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
+    stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
+    rows = _REPLICAS * q.shape[0] if call.shared else q.shape[0] if sums else 1
+    dq_sum = (q.new_zeros if sums else q.new_empty)((rows, heads, dim), dtype=torch.float32)
+    counters = (q.new_empty if spec.has_softmax else q.new_zeros)((_COUNTERS, _APART), dtype=torch.int32)
     if spec.has_softmax:
+        # Without an out_scale everything is 0 in the end; the sums need only be finite.
+        inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
         kernels.prepare.launch(
-            call.stats_blocks * spec.num_heads,
-            (call.dout, out, lse, stats, counter, call.offsets_q),
+            blocks * heads,
+            (call.dout, out, lse, stats, counters, call.offsets_q),
             call.sizes[:2],
-            (call.dout.stride(0), call.inverse_out_scale),
+            (call.dout.stride(0), inverse_out_scale),
         )
-    _launch_keys(call, kernels.keys, stats, dq_sum, counter)
+    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
     factor = spec.scale * spec.out_scale
     if call.shared:
         call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
+    elif sums:
+        kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (total_q,), (factor,))
     else:
-        kernels.finish.launch(-(-q.numel() // _FINISH_BLOCK), (dq_sum, call.dq), (q.shape[0],), (factor,))
+        _launch_queries(call, kernels.queries, stats, counters[1])
 
 
-def _launch_apart(call: _Call, kernels: _Kernels, out: Tensor, lse: Tensor) -> None:
-    """dQ by a kernel of its own, which comes first: it makes the row statistics."""
-    q, spec = call.q, call.spec
-    size = call.stats_blocks * call.block_size
-    # One tensor, so that one launch zeroes the counters and, before them, the block that tiles of no query take.
-    workspace = q.new_empty(size + 2 * _COUNTER, dtype=torch.float32)
-    workspace[size - call.block_size :].zero_()
-    stats, counters = workspace[:size], workspace[size:].view(torch.int32)
-    _launch_queries(call, kernels.queries, out, lse, stats, counters)
-    no_sum = q.new_empty((1, spec.num_heads, spec.head_dim), dtype=torch.float32)
-    _launch_keys(call, kernels.keys, stats, no_sum, counters[_COUNTER:])
-
-
-def _launch_keys(call: _Call, kernel: PreparedKernel, stats: Tensor, dq_sum: Tensor, counter: Tensor) -> None:
-    dim, table = call.spec.head_dim, call.tables[0]
+def _launch_keys(
+    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor
+) -> None:
+    dim = call.spec.head_dim
     maps = (
         ragged_map(call.q, BLOCK_Q, dim),
         ragged_map(call.k, BLOCK_KV, dim),
@@ -211,38 +184,32 @@ def _launch_keys(call: _Call, kernel: PreparedKernel, stats: Tensor, dq_sum: Ten
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
-    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, (stats, counter), maps)
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_kv_heads, stats, counter, maps)
 
 
-def _launch_queries(
-    call: _Call, kernel: PreparedKernel, out: Tensor, lse: Tensor, stats: Tensor, counter: Tensor
-) -> None:
+def _launch_queries(call: _Call, kernel: PreparedKernel, stats: Tensor, counter: Tensor) -> None:
     dim, table = call.spec.head_dim, call.tables[1]
     maps = (
         ragged_map(call.q, BLOCK_Q, dim),
         ragged_map(call.k, _BLOCK_KEYS, dim),
         ragged_map(call.v, _BLOCK_KEYS, dim),
         ragged_map(call.dout, BLOCK_Q, dim),
-        ragged_map(for_tma(out), BLOCK_Q, dim),
         ragged_map(call.dq, BLOCK_Q, dim),
     )
-    # The element-wise activations have no lse.
-    more = (lse if call.spec.has_softmax else stats,), (call.inverse_out_scale,)
-    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_heads, (stats, counter), maps, *more)
+    _launch_items(call, kernel, table, table.shape[0] * call.spec.num_heads, stats, counter, maps)
 
 
 def _launch_items(
-    call: _Call, kernel: PreparedKernel, table: Tensor, items: int, work: tuple[Tensor, Tensor],
-    maps: tuple[TensorDescriptor, ...], more_tensors: tuple[Tensor, ...] = (), more_factors: tuple[float, ...] = (),
+    call: _Call, kernel: PreparedKernel, table: Tensor, items: int, stats: Tensor, counter: Tensor,
+    maps: tuple[TensorDescriptor, ...],
 ) -> None:  # fmt: skip
-    """Launch a kernel whose CTAs take items from a counter; ``work`` is the row statistics and the counter."""
-    stats, counter = work
+    """Launch a kernel whose CTAs take items from ``counter``."""
     programs = min(num_processors(call.q.device), items)
     slots = table.new_empty(CTA_SLOTS * programs)
     kernel.launch(
         programs,
-        (stats, table, counter, slots, call.offsets_q, call.offsets_kv, *more_tensors),
+        (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
         (*call.sizes, items),
-        (call.spec.scale, call.spec.out_scale, *more_factors),
+        (call.spec.scale, call.spec.out_scale),
         maps,
     )
