@@ -132,7 +132,8 @@ EQUIVALENT = {
     "backward | wait dropped | _pass_by: barrier_wait(ds_empty) #0": _IMPLIED,
     "backward | arrival too early | _pass_by: barrier_arrive(tile_empty) #0": "the tile has not been read",
     "backward | arrival too early | _dq_of: barrier_arrive(ds_empty) #0": _IMPLIED,
-    "queries | arrival too early | _sum: barrier_arrive(item_empty) #0": "a slot is read in the step that frees it",
+    "queries | arrival too early | _sum: barrier_arrive(item_empty) #0": "it is filled again when the queries after it "
+    "have been brought, for which those before it must have been freed, under the tiles of this item",
     "queries | arrival too early | _pass_by: barrier_arrive(keys_empty) #0": "the tile has not been read",
     "broadcast-Q, 64 | named barrier dropped | _take_turns: named_barrier_wait() #0": _ONE_ACTOR,
     "broadcast-Q, 64 | named barrier dropped | _store: named_barrier_wait(name) #0": _ONE_ACTOR,
