@@ -485,11 +485,11 @@ class QueriesItem:
         return group < self.groups and (self.seen is None or self.seen[group][0] <= trip < self.seen[group][1])
 
 
-# Instructions of a warp: the factor of dP; dS; the rounding of dQ.
-QUERIES_WORK = {
-    "softmax": (Work(fma=32, alu=32, mufu=32, other=70), Work(fma=64, alu=18, other=60), _ROUNDING),
-    "masked": (Work(fma=32, alu=180, mufu=32, other=90), Work(fma=64, alu=18, other=60), _ROUNDING),
-    "fast_gelu": (Work(fma=352, mufu=32, other=70), Work(fma=64, alu=18, other=60), _ROUNDING),
+# Instructions of a warp for the factor of dP.
+QUERIES_WEIGHTS = {
+    "softmax": Work(fma=32, alu=32, mufu=32, other=70),
+    "masked": Work(fma=32, alu=180, mufu=32, other=90),
+    "fast_gelu": Work(fma=352, mufu=32, other=70),
 }
 
 
@@ -497,9 +497,10 @@ class Queries(HandOut):
     """``backward_queries.backward_q`` at D = 128: the queries of two items, three tiles of K and V in flight."""
 
     STAGES = 3
+    GRADIENT = Work(fma=64, alu=18, other=60)
 
     def __init__(self, sm: Processor, act: str, items: Sequence[QueriesItem]) -> None:
-        self.sm, self.items, self.work = sm, items, QUERIES_WORK[act]
+        self.sm, self.items, self.weights = sm, items, QUERIES_WEIGHTS[act]
         # Q and dO come with lse and delta.
         self.parts = (DIM * BYTES,) * 2 + ((FLOAT,) * 2 if act != "fast_gelu" else ())
         self.q_full = [sm.barrier(len(self.parts)) for _ in range(2)]
@@ -535,7 +536,7 @@ class Queries(HandOut):
 
     def groups(self, g: int) -> Role:
         """64 of the queries: their dQ."""
-        sm, rounding = self.sm, self.work[2]
+        sm = self.sm
         count = 0
         stored: Signal | None = None
         yield from self._receive(0)
@@ -545,7 +546,7 @@ class Queries(HandOut):
                 yield from self._tile(g, count + trip, turn if trip == 0 else 0, item.sees(g, trip), stored)
             count += item.tiles
             if g < item.groups:
-                yield from sm.compute(rounding)
+                yield from sm.compute(_ROUNDING)
                 yield from sm.touch(ROWS * DIM * BYTES)
                 yield sm.fence()
                 yield sm.meet()
@@ -555,7 +556,6 @@ class Queries(HandOut):
     def _tile(self, g: int, count: int, turn: int, sees: bool, stored: Signal | None) -> Role:
         """S, dP and dQ, or nothing; ``turn`` is that of an item's first tile: under it the last item's queries go."""
         sm = self.sm
-        weights, gradient, _ = self.work
         yield self.k_full.wait(count)
         s = sm.product(g, ROWS, ROWS, DIM) if sees else None
         yield self.v_full.wait(count)
@@ -566,9 +566,9 @@ class Queries(HandOut):
             self.q_empty[g].arrive(turn - 1)
         if s is not None and dp is not None:
             yield s
-            yield from sm.compute(weights)
+            yield from sm.compute(self.weights)
             yield dp
-            yield from sm.compute(gradient)
+            yield from sm.compute(self.GRADIENT)
             yield sm.product(g, ROWS, DIM, ROWS, registers=True)
         self.keys_empty.arrive(count)
 

@@ -202,7 +202,7 @@ def pass_ms(machine: Machine, size: float) -> float:
 class Tile:
     """What an item of the forward is: so many groups of rows of queries, against blocks of keys.
 
-    Items come in runs of ``run``, in which up to ``fitting`` blocks of keys stay for the next item of a sequence.
+    Items come in runs of ``run``, in which up to ``fitting`` keys stay for the next item of a sequence.
     """
 
     keys: int
@@ -271,7 +271,7 @@ def forward_items(workload: Workload, lengths: Lengths, tile: Tile) -> list[Forw
 
 def _keys_stay(first: int, tiles: int, len_kv: int, tile: Tile) -> list[bool]:
     """For each tile of a sequence, whose first is entry ``first`` of the table: whether the next one takes its keys."""
-    fits = len_kv <= tile.fitting * tile.keys
+    fits = len_kv <= tile.fitting
     return [fits and (first + n + 1) % tile.run != 0 and n + 1 < tiles for n in range(tiles)]
 
 
@@ -378,7 +378,7 @@ def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> P
     """The forward kernel; with more runs than CTAs, the counter's zero is a launch of its own."""
     config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask)
     run = _run_of(machine, workload, lengths, config)
-    tile = Tile(config.block_kv, ROWS, config.groups, run, config.keys_in_flight // config.block_kv)
+    tile = Tile(config.block_kv, ROWS, config.groups, run, config.keys_in_flight)
     items = forward_items(workload, lengths, tile)
     workers = machine.processors * config.ctas_per_processor
     runs = [tuple(items[i : i + run]) for i in range(0, len(items), run)]

@@ -135,7 +135,7 @@ def test_the_performance_model_issues_what_runs_issue(monkeypatch):
     lengths = (700, 300, 3), (256, 129, 0)
     ops = check(_RANDOM, "cross", *lengths, heads=(1, 1), dim=128, run=4, processors=1, monkeypatch=monkeypatch)
     # The three queries of no sequence are one more.
-    workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(128, 64, 2, run=4, fitting=2)
+    workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(128, 64, 2, run=4, fitting=256)
     items = forward_items(workload, Lengths((*lengths[0], 3), (*lengths[1], 0)), tile)
     sm = Processor(H200, Rates(32, 19))
     Forward(sm, forward_config(128, None, Full()), "softmax", items, 0).start()

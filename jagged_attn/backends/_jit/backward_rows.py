@@ -77,10 +77,11 @@ def finish_dq(dq_sum, dq, total_q, factor, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def entry_of(table, item, KV_HEADS: tl.constexpr):
-    """Sequence and first key of a work item."""
-    entry = table + 2 * (item // KV_HEADS)
-    return tl.load(entry), tl.load(entry + 1)
+def entry_of(item, items, table, HEADS: tl.constexpr):
+    """Sequence and first row of a work item; the sequence is -1 past the last, where the table's entries are, too."""
+    entry = table + 2 * (item // HEADS)
+    named = item < items
+    return tl.load(entry, mask=named, other=-1), tl.load(entry + 1, mask=named, other=0)
 
 
 @triton.jit
@@ -94,10 +95,7 @@ def key_item(item, items, table, offsets_q, offsets_kv, num_sequences, total_q, 
         one tile, which may hold nothing: sums of no tiles would need branches around products in flight. Past the last
         item there is none.
     """
-    entry = table + 2 * (item // KV_HEADS)
-    named = item < items
-    b = tl.load(entry, mask=named, other=-1)
-    first_key = tl.load(entry + 1, mask=named, other=0)
+    b, first_key = entry_of(item, items, table, KV_HEADS)
     sequence = tl.maximum(b, 0)
     start_q, len_q = partner_rows(offsets_q, sequence, num_sequences, total_q)
     start_kv, len_kv = sequence_rows(offsets_kv, sequence, num_sequences, total_kv)
@@ -159,7 +157,7 @@ def first_query_of(trip, begin, tiles, GROUP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def receive_queries(slots, item_full, turn):
-    """Key head, and where the queries of this turn's item are."""
+    """Head, and where the queries of this turn's item are; the last number is that of its tiles."""
     slot = open_slot(slots, item_full, turn, ITEM_SLOT)
     return (
         tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
@@ -169,6 +167,6 @@ def receive_queries(slots, item_full, turn):
 
 @triton.jit
 def receive_keys(slots, turn):
-    """Where the keys of this turn's item are. The slot stays ours until ``item_empty``."""
+    """Where the keys of this turn's item are, and its first row. The slot stays ours until ``item_empty``."""
     slot = slot_of(slots, turn % 2, ITEM_SLOT)
     return tl.load(slot + 5, volatile=True), tl.load(slot + 6, volatile=True), tl.load(slot + 7, volatile=True)

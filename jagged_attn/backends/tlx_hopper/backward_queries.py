@@ -26,10 +26,7 @@ def _query_item(item, items, where, C: tl.constexpr):
         of the keys; the first query of the tile; its block of the row statistics.
     """
     table, offsets_q, offsets_kv, num_sequences, total_q, total_kv = where
-    b = item * 0 - 1
-    first_query = item * 0
-    if item < items:
-        b, first_query = entry_of(table, item, C.heads)
+    b, first_query = entry_of(item, items, table, C.heads)
     sequence = tl.maximum(b, 0)
     start_q, len_q = sequence_rows(offsets_q, sequence, num_sequences, total_q)
     start_kv, len_kv = partner_rows(offsets_kv, sequence, num_sequences, total_kv)
@@ -38,7 +35,6 @@ def _query_item(item, items, where, C: tl.constexpr):
     if mask_kind(C.mask) != "full":
         begin, _ = key_range(first_query, len_q, len_kv, C.mask)
         _, end = key_range(tl.minimum(first_query + C.rows, len_q) - 1, len_q, len_kv, C.mask)
-    # The table ends with entries of -1.
     tiles = tl.where(b < 0, 0, tl.maximum((end - begin + C.keys - 1) // C.keys, 1))
     block = first_block(start_q, sequence, C.rows // 2) + first_query // (C.rows // 2)
     return (
@@ -57,6 +53,13 @@ def _take(number, items, turn, hand_out, where, C: tl.constexpr):
 
 
 @triton.jit
+def _queries(turn, g):
+    """Which tiles hold a group's queries of this turn's item, and the phase of their barriers."""
+    buf, phase = ring(turn, 2)
+    return buf * 2 + g, phase
+
+
+@triton.jit
 def _bring_queries(desc_q, desc_do, row_stats, item, turn, tiles, rows, loads, C: tl.constexpr):
     """Load Q, dO and the row statistics of this turn's item, 64 rows for each group."""
     head, start_q, len_q, len_kv, first_query, block = item[0], item[1], item[2], item[6], item[7], item[8]
@@ -69,7 +72,7 @@ def _bring_queries(desc_q, desc_do, row_stats, item, turn, tiles, rows, loads, C
     SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     for g in tl.static_range(2):
-        buf, phase = turn % 2 * 2 + g, (turn // 2) & 1
+        buf, phase = _queries(turn, g)
         at = ragged(start_q, len_q, first_query + g * HALF, head * C.dim)
         tlx.barrier_wait(q_empty[buf], phase ^ 1)
         tlx.barrier_expect_bytes(q_full[buf], 2 * HALF * (ROW_BYTES + (4 if SOFTMAX else 0)))
@@ -120,7 +123,7 @@ def _release(g: tl.constexpr, turn, q_empty):
     """Free the queries of the item before, through whose tile its dQ has left by now."""
     if turn > 0:
         tlx.async_descriptor_store_wait(0)
-        tlx.barrier_arrive(q_empty[(turn + 1) % 2 * 2 + g], 1)
+        tlx.barrier_arrive(q_empty[_queries(turn - 1, g)[0]], 1)
 
 
 @triton.jit
@@ -130,7 +133,7 @@ def _tile(g: tl.constexpr, dq, trip, turn, count, first_key, seen, stats, scale,
     q_tiles, do_tiles, k_tiles, v_tiles = tiles
     lse_row, delta_row = stats
     k_full, v_full, keys_empty = loads[2], loads[3], loads[4]
-    q_buf = turn % 2 * 2 + g
+    q_buf = _queries(turn, g)[0]
     buf, phase = ring(count, C.stages)
     tlx.barrier_wait(k_full[buf], phase)
     s = tlx.async_dot(q_tiles[q_buf], tlx.local_trans(k_tiles[buf]))
@@ -173,8 +176,8 @@ def _tiles(g: tl.constexpr, turn, count, item, first_query, scale, tiles, rows, 
     _, _, len_q, begin, n, len_kv = item
     lse_rows, delta_rows = rows
     HALF: tl.constexpr = C.rows // 2
-    buf = turn % 2 * 2 + g
-    tlx.barrier_wait(loads[0][buf], (turn // 2) & 1)
+    buf, phase = _queries(turn, g)
+    tlx.barrier_wait(loads[0][buf], phase)
     lse_row = tl.zeros([HALF], tl.float32)
     delta_row = lse_row
     if C.act == "softmax":
@@ -214,16 +217,17 @@ def _sum(g: tl.constexpr, desc_dq, scale, out_scale, hand_out, tiles, rows, load
         _, len_kv, first_query = receive_keys(slots, turn)
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         first_query += g * HALF
+        q_buf, q_phase = _queries(turn, g)
         # The first group has a row in every item.
         if g == 0 or first_query < len_q:
             item = (head, start_q, len_q, begin, n, len_kv)
             dq = _tiles(g, turn, count, item, first_query, scale, tiles, rows, loads, DTYPE, C)
-            out_tile = tiles[0][turn % 2 * 2 + g]
+            out_tile = tiles[0][q_buf]
             tlx.local_store(out_tile, (dq * (scale * out_scale)).to(DTYPE))
             tlx.fence("async_shared")
             tlx.async_descriptor_store(desc_dq, out_tile, ragged(start_q, len_q, first_query, head * C.dim))
         else:
-            tlx.barrier_wait(loads[0][turn % 2 * 2 + g], (turn // 2) & 1)
+            tlx.barrier_wait(loads[0][q_buf], q_phase)
             for trip in range(n):
                 _pass_by(g, trip, turn, count + trip, loads, C)
         count += n
