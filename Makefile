@@ -61,8 +61,9 @@ test-kernels-all: env ## every mutant, a thousand seeds more, every configuratio
 	$(PYTEST) -m sweep tests/aot tests/scaling
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/emulator
 
+# A thread for each worker: references in float64 run on the CPU, and all workers' threads at once take eleven times as long.
 test-gpu: env ## the tests that need a CUDA GPU
-	$(PY) -m pytest -n 4 --dist worksteal -m gpu --timeout 300
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist worksteal -m gpu --timeout 300
 
 lint: env ## formatting, lints and types
 	$(VENV)/bin/ruff format --check .

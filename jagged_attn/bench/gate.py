@@ -137,18 +137,7 @@ def _solve_group(problem: Problem, sequences: Tensor) -> _Group:
     # A gradient is a sum over keys or queries of products that themselves are sums over a head's columns.
     terms = max(part.longest_q, part.longest_kv) + part.inputs.q.shape[2]
     exact = part.to(torch.float64).solve("reference")
-    return _Group(sequences, exact, part.solve("reference"), terms, _cancelled(part), where)
-
-
-def _cancelled(part: Problem) -> dict[str, float]:
-    """The largest terms that may cancel in an element of dQ and of dK."""
-    x = part.inputs
-    score_gradient = _largest(x.dout.norm(dim=-1)) * _largest(x.v.norm(dim=-1)) * x.q.shape[-1] ** -0.5
-    return {"dq": score_gradient * _largest(x.k), "dk": score_gradient * _largest(x.q)}
-
-
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
+    return _Group(sequences, exact, part.solve("reference"), terms, part.inputs.cancelled(), where)
 
 
 def poison(problem: Problem) -> None:

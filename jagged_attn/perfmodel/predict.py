@@ -20,7 +20,7 @@ import torch
 
 from ..bench.workloads import Workload
 from ..masks import Full
-from ..schedule.hopper import ForwardConfig, forward_config, forward_run
+from ..schedule.hopper import ForwardConfig, forward_config, forward_run, has_few_keys
 from ..schedule.hopper_backward import adds_up_dq
 from ..schedule.tiles import max_tiles
 from .hopper import (
@@ -376,8 +376,9 @@ def chunks(lengths: Lengths) -> list[tuple[int, ...]]:
 
 def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
     """The forward kernel; with more runs than CTAs, the counter's zero is a launch of its own."""
-    config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask)
-    run = _run_of(machine, workload, lengths, config)
+    few_keys = has_few_keys(workload.head_dim, workload.mask, sum(lengths.kv), len(lengths.kv))
+    config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask, few_keys)
+    run = _run_of(machine, workload, lengths, config) if few_keys else 1
     tile = Tile(config.block_kv, ROWS, config.groups, run, config.keys_in_flight)
     items = forward_items(workload, lengths, tile)
     workers = machine.processors * config.ctas_per_processor
@@ -388,9 +389,9 @@ def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> P
 
 def _run_of(machine: Machine, workload: Workload, lengths: Lengths, config: ForwardConfig) -> int:
     """Entries of a run of the forward."""
-    rows, batch = (sum(lengths.q), sum(lengths.kv)), len(lengths.kv)
-    items = max_tiles(rows[0], batch, config.block_q) * workload.num_heads
-    return forward_run(workload.kind, workload.head_dim, workload.mask, rows, batch, items, machine.processors)
+    rows, batch = sum(lengths.q), len(lengths.kv)
+    items = max_tiles(rows, batch, config.block_q) * workload.num_heads
+    return forward_run(workload.kind, workload.head_dim, rows, batch, items, machine.processors)
 
 
 @lru_cache(maxsize=4096)

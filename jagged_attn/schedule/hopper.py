@@ -74,10 +74,12 @@ class ForwardConfig:
 
 
 # Measured on an H200: docs/performance-log.md.
-_PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
+_PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, False), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
+# An item of few keys is mostly its beginning and its end: smaller blocks start sooner, and leave less of the last idle.
+_PAIR_FEW_KEYS = {64: ForwardConfig(64, 2, 6, 6, 232, False), 128: ForwardConfig(64, 2, 4, 4, 232, True)}
 # Shared queries meet whole sequences: long items, for which a block of values more is worth more than queries early.
-_PAIR_SHARED = {64: _PAIR[64], 128: ForwardConfig(128, 2, 2, 3, 232, True, 1)}
-_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 1, 2), 128: ForwardConfig(64, 1, 3, 2, 208, False, 1, 2)}
+_PAIR_SHARED = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 3, 232, True, 1)}
+_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 1, 2), 128: ForwardConfig(64, 1, 2, 3, 208, False, 1, 2)}
 
 
 # A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Measured for
@@ -94,19 +96,35 @@ def keys_seen(mask: Mask) -> int | None:
     return None
 
 
+def has_few_keys(head_dim: int, mask: Mask, rows_kv: int, num_sequences: int) -> bool:
+    """Whether the keys of the mean sequence fit the rings, without a mask; lengths are on the device, so it decides.
+
+    Args:
+        head_dim: D, 64 or 128.
+        mask: of the call.
+        rows_kv: T_kv, rows of keys of all sequences.
+        num_sequences: B.
+    """
+    # An eighth more: rows of no sequence, such as those that fill a buffer up, are counted in.
+    return mask == Full() and 8 * rows_kv <= 9 * num_sequences * _PAIR_FEW_KEYS[head_dim].keys_in_flight
+
+
 @lru_cache(maxsize=1024)
-def forward_config(head_dim: int, num_queries: int | None, mask: Mask) -> ForwardConfig:
+def forward_config(head_dim: int, num_queries: int | None, mask: Mask, few_keys: bool = False) -> ForwardConfig:
     """The config of the forward kernel.
 
     Args:
         head_dim: D, 64 or 128.
         num_queries: S of broadcast-Q; ``None`` for self and cross attention.
         mask: of the call.
+        few_keys: ``has_few_keys`` of the call, on which the rows of a tile of queries do not depend.
     """
     seen = keys_seen(mask)
     if (num_queries is not None and num_queries <= ROWS) or (seen is not None and seen <= _NARROW):
         return _SINGLE[head_dim]
-    return (_PAIR if num_queries is None else _PAIR_SHARED)[head_dim]
+    if num_queries is not None:
+        return _PAIR_SHARED[head_dim]
+    return (_PAIR_FEW_KEYS if few_keys else _PAIR)[head_dim]
 
 
 # Entries of a run, and the fewest runs for each multiprocessor: whole runs are handed out, so the last of them must be
@@ -115,29 +133,20 @@ RUN = 4
 _RUNS_PER_PROCESSOR = 16
 
 
-def forward_run(
-    kind: str, head_dim: int, mask: Mask, rows: tuple[int, int], num_sequences: int, items: int, processors: int
-) -> int:
-    """``run`` of a call: more than 1 for cross attention in which keys mostly stay in shared memory.
+def forward_run(kind: str, head_dim: int, rows_q: int, num_sequences: int, items: int, processors: int) -> int:
+    """``run`` of a call that ``has_few_keys``: more than 1 for cross attention in which these mostly stay.
 
-    Lengths are on the device, so the mean sequence decides: its keys fit the rings, and its queries are a tile and a
-    half or more. Elsewhere keys do not stay, and runs only part CTAs that read the same keys at a time, from the L2
-    cache. Of self-attention most tiles are of sequences too long to stay where the mean one has two.
+    There the mean sequence has queries for a tile and a half or more. Elsewhere keys do not stay, and runs only part
+    CTAs that read the same keys at a time, from the L2 cache. Of self-attention most tiles are of sequences too long to
+    stay where the mean one has two.
 
     Args:
         kind: of the call, as in ``AttentionSpec``.
         head_dim: D, 64 or 128.
-        mask: of the call.
-        rows: T_q and T_kv.
+        rows_q: T_q.
         num_sequences: B.
         items: entries of the tile table times heads.
         processors: multiprocessors of the device.
     """
-    if kind != "cross" or mask != Full() or items < RUN * _RUNS_PER_PROCESSOR * processors:
-        return 1
-    config = forward_config(head_dim, None, mask)
-    rows_q, rows_kv = rows
-    # An eighth more: rows of no sequence, such as those that fill a buffer up, are counted in.
-    has_few_keys = 8 * rows_kv <= 9 * num_sequences * config.keys_in_flight
-    has_tiles = 2 * rows_q >= 3 * num_sequences * config.block_q
-    return RUN if has_few_keys and has_tiles else 1
+    has_tiles = 2 * rows_q >= 3 * num_sequences * _PAIR_FEW_KEYS[head_dim].block_q
+    return RUN if kind == "cross" and has_tiles and items >= RUN * _RUNS_PER_PROCESSOR * processors else 1

@@ -126,6 +126,19 @@ class AttentionInputs:
         q, k, v, dout = (x.to(dtype) for x in (self.q, self.k, self.v, self.dout))
         return AttentionInputs(q, k, v, self.layout_q, self.layout_kv, dout)
 
+    def cancelled(self, scale: float | None = None) -> dict[str, float]:
+        """The largest terms of dQ and of dK, which a softmax may cancel: with a single key, all that is left of them.
+
+        ``scale max|k| max||dout|| max||v||`` for ``"dq"``, with q for k for ``"dk"``; scale is 1 / sqrt(D) by default.
+        """
+        factor = abs(self.q.shape[-1] ** -0.5 if scale is None else scale)
+        of_scores = factor * _largest(self.dout.norm(dim=-1)) * _largest(self.v.norm(dim=-1))
+        return {"dq": of_scores * _largest(self.k), "dk": of_scores * _largest(self.q)}
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
 
 def attention_inputs(
     lengths_kv: Tensor,

@@ -12,9 +12,9 @@ def tolerance(
     """The largest absolute error that a backend may have.
 
     ``2 max|eager - exact| + (eps + (sqrt(terms) + largest_score) eps_acc) max|exact| + sqrt(terms) eps_acc cancelled``:
-    twice the error that ``eager``
-    has in the same dtype; one rounding of the largest element to that dtype; and, in the dtype of accumulation, the
-    roundings of a sum of ``terms`` terms in another order and of ``exp(s)``, whose relative error is that of s times s.
+    twice the error that ``eager`` has in the same dtype; one rounding of the largest element to that dtype; and, in the
+    dtype of accumulation, the roundings of a sum of ``terms`` terms in another order and of ``exp(s)``, whose relative
+    error is that of s times s.
     Elements of ``exact`` that are not finite are left out.
 
     Args:
@@ -35,8 +35,9 @@ def tolerance(
 
 
 def assert_within(
-    name: str, actual: Tensor, exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float = 0.0
-) -> None:
+    name: str, actual: Tensor, exact: Tensor, eager: Tensor, terms: int = 1, largest_score: float = 0.0,
+    cancelled: float = 0.0,
+) -> None:  # fmt: skip
     """Raise ``AssertionError`` unless ``actual`` is as close to ``exact`` as ``tolerance`` says.
 
     Infinities must stand in the same places; NaN never passes.
@@ -51,7 +52,7 @@ def assert_within(
     if exact[~infinite].numel() == 0:
         return
     error = (actual[~infinite].double() - exact[~infinite].double()).abs()
-    allowed = tolerance(exact, eager, terms, largest_score)
+    allowed = tolerance(exact, eager, terms, largest_score, cancelled)
     if not error.max().item() <= allowed:  # also when it is NaN
         bad = int((~(error <= allowed)).sum())
         raise AssertionError(

@@ -10,7 +10,16 @@ import pytest
 from jagged_attn.backends._jit.constants import Constants
 from jagged_attn.backends.tlx_hopper.forward import forward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
-from jagged_attn.schedule.hopper import _PAIR, _PAIR_SHARED, _SINGLE, ROWS, RUN, ForwardConfig, forward_config
+from jagged_attn.schedule.hopper import (
+    _PAIR,
+    _PAIR_FEW_KEYS,
+    _PAIR_SHARED,
+    _SINGLE,
+    ROWS,
+    RUN,
+    ForwardConfig,
+    forward_config,
+)
 from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
 
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence")
@@ -38,15 +47,17 @@ class Case(NamedTuple):
     mask: str = "full"
     act: str = "softmax"
     run: int = 1
+    few_keys: bool = False
 
     def __str__(self) -> str:
         kind = "self" if self.num_queries is None else f"broadcast-Q {self.num_queries}"
+        kind += " of few keys" if self.few_keys else ""
         kind += f" in runs of {self.run}" if self.run > 1 else ""
         return f"{kind}, D{self.dim}, {self.dtype}, {self.mask}, {self.act}"
 
     @property
     def config(self) -> ForwardConfig:
-        return replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask]), run=self.run)
+        return replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask], self.few_keys), run=self.run)
 
 
 # Every shipped configuration, head dim, dtype and activation.
@@ -59,10 +70,12 @@ CASES = [
     Case(64, 64, "fp16", act="fast_gelu"),
     Case(128, 64),
     Case(128, 128),
-    Case(None, 128, run=RUN),
-    Case(None, 128, act="fast_gelu", run=RUN),
-    Case(None, 64, run=RUN),
-    Case(None, 64, "fp16", act="fast_gelu", run=RUN),
+    Case(None, 128, few_keys=True),
+    Case(None, 64, few_keys=True),
+    Case(None, 128, run=RUN, few_keys=True),
+    Case(None, 128, act="fast_gelu", run=RUN, few_keys=True),
+    Case(None, 64, run=RUN, few_keys=True),
+    Case(None, 64, "fp16", act="fast_gelu", run=RUN, few_keys=True),
 ]
 OTHERS = [
     case
@@ -70,7 +83,7 @@ OTHERS = [
         Case,
         [
             *itertools.product((None,), (128, 64), ("bf16", "fp16"), _MASKS, _ACTIVATIONS),
-            *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (RUN,)),
+            *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (1, RUN), (True,)),
             *itertools.product((64, 128), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS),
         ],
     )
@@ -129,5 +142,5 @@ def test_every_other_combination_passes_its_gate(case: Case) -> None:
 
 
 def test_every_shipped_configuration_is_among_the_cases() -> None:
-    runs = {replace(config, run=RUN) for config in _PAIR.values()}
-    assert {case.config for case in CASES} == {*_PAIR.values(), *_PAIR_SHARED.values(), *_SINGLE.values(), *runs}
+    few_keys = {replace(config, run=run) for config in _PAIR_FEW_KEYS.values() for run in (1, RUN)}
+    assert {case.config for case in CASES} == {*_PAIR.values(), *_PAIR_SHARED.values(), *_SINGLE.values(), *few_keys}

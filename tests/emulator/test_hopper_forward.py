@@ -14,7 +14,7 @@ from jagged_attn.perfmodel.hopper import Forward
 from jagged_attn.perfmodel.machine import H200
 from jagged_attn.perfmodel.predict import Lengths, Tile, forward_items
 from jagged_attn.perfmodel.simulate import Processor, Rates
-from jagged_attn.schedule.hopper import RUN, forward_config, forward_run
+from jagged_attn.schedule.hopper import RUN, forward_config, forward_run, has_few_keys
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
@@ -34,7 +34,8 @@ def _offsets(lengths):
 
 
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
-          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, run=1, monkeypatch=None):  # fmt: skip
+          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, few_keys=False, run=1,
+          monkeypatch=None):  # fmt: skip
     """Run the forward and compare it with the reference; returns the asynchronous operations by engine."""
     generator = torch.Generator().manual_seed(0)
     lengths_kv = lengths_q if lengths_kv is None else lengths_kv
@@ -50,6 +51,7 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     )  # fmt: skip
     tables = tuple(_tables(table_requests(spec, HOPPER), rows_q, rows_kv, offsets_q, offsets_kv))
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
+    monkeypatch.setattr(launch_forward, "has_few_keys", lambda *_: few_keys or run > 1)
     monkeypatch.setattr(launch_forward, "forward_run", lambda *_: run)
     launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"), scratch=("slots",))
     with emulated_launches(launch) as reports:
@@ -105,6 +107,8 @@ CASES = {
     "all empty": {"lengths_q": (0, 0), "tail": 3},
     "broadcast-Q, two tiles of queries": {"kind": "broadcast_q", "num_queries": 200, "lengths_q": (130, 0, 70)},
     "broadcast-Q, all empty": {"kind": "broadcast_q", "lengths_q": (0, 0, 0), "tail": 2},
+    "few keys": {"few_keys": True, "lengths_q": (300, 0, 1, 129)},
+    "few keys, width 128": {"few_keys": True, "dim": 128, "lengths_q": (300, 0, 129), "heads": (2, 1)},
     "runs, grouped heads": {**_FEW_KEYS, "heads": (4, 2), "run": 4},
     "runs, one CTA": {**_FEW_KEYS, "run": 4, "processors": 1},
     "runs, a CTA each": {**_FEW_KEYS, "run": 4, "processors": 99},
@@ -128,39 +132,53 @@ def test_keys_that_fit_the_rings_are_loaded_once_a_run(keys, brought, monkeypatc
     # Six tiles of queries are a run of four and one of two; at D = 64 the rings hold three blocks.
     ops = check(_RANDOM, "cross", (700,), (keys,), heads=(1, 1), run=4, processors=1, monkeypatch=monkeypatch)
     queries, rows_of_no_sequence = 2 * 6, 2 + 2
-    assert ops["tma_load"] == queries + brought * 2 * -(-keys // 128) + rows_of_no_sequence
+    assert ops["tma_load"] == queries + brought * 2 * -(-keys // 64) + rows_of_no_sequence
 
 
 def test_the_performance_model_issues_what_runs_issue(monkeypatch):
     lengths = (700, 300, 3), (256, 129, 0)
     ops = check(_RANDOM, "cross", *lengths, heads=(1, 1), dim=128, run=4, processors=1, monkeypatch=monkeypatch)
     # The three queries of no sequence are one more.
-    workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(128, 64, 2, run=4, fitting=256)
+    workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(64, 64, 2, run=4, fitting=256)
     items = forward_items(workload, Lengths((*lengths[0], 3), (*lengths[1], 0)), tile)
     sm = Processor(H200, Rates(32, 19))
-    Forward(sm, forward_config(128, None, Full()), "softmax", items, 0).start()
+    Forward(sm, forward_config(128, None, Full(), few_keys=True), "softmax", items, 0).start()
     sm.clock.run()
     assert (sm.products, sm.loads, sm.stores) == (ops["wgmma"], ops["tma_load"], ops["tma_store"])
 
 
-_LARGE = {
-    "kind": "cross", "head_dim": 128, "mask": Full(), "rows": (592_000, 295_000), "num_sequences": 1152, "items": 23_000
-}  # fmt: skip
+def _chosen(kind, mask, rows, num_sequences, items):
+    """Whether a call has few keys, and the run it is given if so."""
+    few = has_few_keys(128, mask, rows[1], num_sequences)
+    return few, forward_run(kind, 128, rows[0], num_sequences, items, processors=132) if few else 1
+
+
+_LARGE = {"kind": "cross", "mask": Full(), "rows": (592_000, 295_000), "num_sequences": 1152, "items": 23_000}
 OTHER_CALLS = {
-    "self-attention": {"kind": "self", "rows": (295_000, 295_000)},
-    "shared queries": {"kind": "broadcast_q"},
-    "a mask": {"mask": Causal()},
-    "a narrow mask": {"mask": BlockDiagonal(64)},
-    "more keys than the rings hold": {"rows": (592_000, 340_000)},
-    "few queries": {"rows": (220_000, 290_000)},
-    "few items": {"items": 8_000},
+    "self-attention": ({"kind": "self", "rows": (295_000, 295_000)}, True),
+    "shared queries": ({"kind": "broadcast_q"}, True),
+    "a mask": ({"mask": Causal()}, False),
+    "a narrow mask": ({"mask": BlockDiagonal(64)}, False),
+    "more keys than the rings hold": ({"rows": (592_000, 340_000)}, False),
+    "few queries": ({"rows": (220_000, 290_000)}, True),
+    "few items": ({"items": 8_000}, True),
 }
 
 
 def test_runs_are_for_many_queries_of_few_keys():
-    assert forward_run(**_LARGE, processors=132) == RUN > 1
+    assert _chosen(**_LARGE) == (True, RUN)
+    assert RUN > 1
 
 
 @pytest.mark.parametrize("name", OTHER_CALLS)
 def test_other_calls_have_no_runs(name):
-    assert forward_run(**(_LARGE | OTHER_CALLS[name]), processors=132) == 1
+    other, few_keys = OTHER_CALLS[name]
+    assert _chosen(**(_LARGE | other)) == (few_keys, 1)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_of_queries_are_as_large_with_few_keys(dim):
+    """One table serves both."""
+    few, many = (forward_config(dim, None, Full(), few_keys) for few_keys in (True, False))
+    assert few != many
+    assert few.block_q == many.block_q

@@ -73,7 +73,7 @@ def run_forward(seed: int) -> None:
         shared = {"num_queries": draw.choice([1, 17, 64, 65, 128, 129, 256]), "heads": draw.choice([(1, 1), (2, 2)])}
         call |= shared | {"mask": None}
     elif call["mask"] == Full():
-        call["run"] = draw.choice([1, 2, 4, 4, 8])
+        call |= {"run": draw.choice([1, 2, 4, 4, 8]), "few_keys": draw.random() < 0.5}
     with pytest.MonkeyPatch.context() as patch:
         forwards.check(_schedule(draw), kind, processors=draw.choice([1, 1, 2, 3, 5]), monkeypatch=patch, **call)
 

@@ -36,11 +36,14 @@ OPTIONS = f"""--tool memcheck --error-exitcode {FOUND} --padding 65536 --report-
 
 def _case(name: str, dim: int = 128, shared: int | None = None, **options: Any) -> Case:
     heads, lengths_q = (4, 2) if "grouped" in name else (2, 2), LENGTHS[::-1] if "cross" in name else None
-    return Case(name, LENGTHS, lengths_q, shared, heads=heads, dims=(dim, dim), options=options)
+    lengths = (600, 385) if name == "long" else LENGTHS
+    return Case(name, lengths, lengths_q, shared, heads=heads, dims=(dim, dim), options=options)
 
 
 GROUPS = {
-    "plain": [_case("self"), _case("cross"), _case("grouped"), _case("deterministic", deterministic=True)],
+    "plain": [
+        _case("self"), _case("cross"), _case("grouped"), _case("deterministic", deterministic=True), _case("long"),
+    ],
     "others": [
         _case("causal", mask=ja.Causal()), _case("window", mask=ja.SlidingWindow(100, 20)),
         _case("gelu", activation="gelu"), _case("self-64", dim=64),

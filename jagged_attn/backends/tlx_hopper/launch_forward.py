@@ -6,7 +6,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ...schedule.arch import num_processors
-from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run
+from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run, has_few_keys
 from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
@@ -25,9 +25,11 @@ def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
 
 
 @lru_cache(maxsize=1024)
-def _plan(spec: AttentionSpec, num_queries: int | None, run: int) -> tuple[ForwardConfig, PreparedKernel]:
+def _plan(
+    spec: AttentionSpec, num_queries: int | None, few_keys: bool, run: int
+) -> tuple[ForwardConfig, PreparedKernel]:
     """The config and the kernel of a kind of call; ``num_queries`` is S of broadcast-Q."""
-    config = replace(forward_config(spec.head_dim, num_queries, spec.mask), run=run)
+    config = replace(forward_config(spec.head_dim, num_queries, spec.mask, few_keys), run=run)
     return config, _prepared(spec, config)
 
 
@@ -48,9 +50,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     num_queries, heads, dim = q.shape
     table = geometry.tables[0]
     processors = num_processors(q.device)
-    rows, items = (num_queries, k.shape[0]), table.shape[0] * heads
-    run = forward_run(spec.kind, dim, spec.mask, rows, geometry.num_sequences, items, processors)
-    config, kernel = _plan(spec, num_queries if shared else None, run)
+    num_sequences, items, run = geometry.num_sequences, table.shape[0] * heads, 1
+    few_keys = has_few_keys(dim, spec.mask, k.shape[0], num_sequences)
+    if few_keys:
+        run = forward_run(spec.kind, dim, num_queries, num_sequences, items, processors)
+    config, kernel = _plan(spec, num_queries if shared else None, few_keys, run)
     query_tiles = -(-num_queries // config.block_q) if shared else 1
     runs = -(-table.shape[0] // run) * heads * query_tiles
     ctas = min(runs, processors * config.ctas_per_processor)
@@ -62,7 +66,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     kernel.launch(
         ctas,
         (out, lse, table, offsets_q, offsets_kv, counter, slots),
-        (table.shape[0], geometry.num_sequences, num_queries, k.shape[0]),
+        (table.shape[0], num_sequences, num_queries, k.shape[0]),
         (query_tiles, spec.scale, spec.out_scale),
         (
             ragged_map(for_tma(q), ROWS, dim),
