@@ -54,6 +54,17 @@ def products():
     return Subject(small.products, (1,), {**arguments, "y": y}, ("y",), want, y)
 
 
+def held_operand(how):
+    a, b = _x(192, 64).to(torch.float32 if how == "rounded" else torch.bfloat16), _x(64, 64).bfloat16()
+    y = torch.empty(192, 64)
+    arguments = {
+        "desc_a": TensorDescriptor.from_tensor(a, [64, 64]),
+        "desc_b": TensorDescriptor.from_tensor(b, [64, 64]),
+    }
+    want = (4 if how == "doubled" else 2) * a.bfloat16().float() @ b.float()
+    return Subject(small.held_operand, (1,), {**arguments, "y": y, "n": 3, "HOW": how}, ("y",), want, y)
+
+
 def tensor_memory():
     a, b = _x(128, 64).bfloat16(), _x(64, 64).bfloat16()
     y = torch.empty(128, 64)
@@ -146,6 +157,10 @@ def _run(make, fault, schedule, checks=HOUSE_RULES, **launch):
 RIGHT = {
     **{f.__name__: f for f in (hand_over, ring, products, tensor_memory, pointers, cp_async, bulk, multicast, aliases)},
     **{f.__name__: f for f in (launch_control, hand_out, reduction, relay)},
+    **{
+        f"operand held {how}": lambda how=how: held_operand(how)
+        for how in ("as loaded", "doubled", "rounded", "unrolled")
+    },
     **{f"exchange by {how}": lambda how=how: exchange(how) for how in ("store", "async store", "copy")},
     **{f"message by {how}": lambda how=how: message(how) for how in ("fence", "release")},
 }
@@ -179,6 +194,11 @@ def test_right_kernels_are_right_and_silent(name):
         (products, "used in flight", {V.WGMMA}),
         (products, "wait off by one", {V.WGMMA}),
         (products, "another's wait", {V.WGMMA}),
+        (lambda: held_operand("as loaded"), "early arrival", {V.RACE}),
+        (lambda: held_operand("as loaded"), "cast to its own type", {V.RACE}),
+        (lambda: held_operand("as loaded"), "cast there and back", {V.RACE}),
+        (lambda: held_operand("as loaded"), "changed in the loop", {V.RACE}),
+        (lambda: held_operand("as loaded"), "written over", {V.RACE}),
         (tensor_memory, "no wait for S", {V.RACE, V.UNWRITTEN}),
         (tensor_memory, "P not written", {V.RACE, V.UNWRITTEN, V.VALUE}),
         (tensor_memory, "S reused too early", {V.RACE}),

@@ -10,7 +10,7 @@ import triton.language as tl
 from .errors import EmulatorError, Verdict
 from .machine import machine
 from .memory import SMEM, TMEM, AliasSpec, Buffer
-from .numerics import np_dtype, tensor, unwrap
+from .numerics import Handle, np_dtype, tensor, unwrap
 from .parameters import TENSOR_LANES
 
 # What unwritten memory holds; arithmetic with a number leaves this NaN as it is.
@@ -138,11 +138,45 @@ def _reshaped(src: Buffer, data: np.ndarray, sizes: list[int], kind: tl.dtype) -
     return src.view(new, kind)
 
 
+class LoadedHandle(Handle):
+    """What a task loaded from shared memory: a use in a loop that begins after the load reads the memory again.
+
+    The compiler moves the load to such a use, past every barrier between (seen in fbtriton 3.7.4, where the use is the
+    only one). What is computed from the value before the loop stays in registers.
+
+    Args:
+        data: The numbers.
+        source: Where the running task has them from.
+    """
+
+    def __init__(self, data: np.ndarray, source: Buffer) -> None:
+        self.loaded = data
+        self.source = source
+        self.dtype = source.dtype
+        self.attr: dict[str, Any] = {}
+        self.loops = machine().running.loops
+        self.remark = f", loaded before the loop by {machine().here()}: the compiler moves that load here"
+
+    @property
+    def data(self) -> np.ndarray:
+        """The numbers; in a later loop, those that the memory holds by then."""
+        run, source = machine(), self.source
+        if run.running.loops <= self.loops:
+            return self.loaded
+        run.access(source, write=False, remark=self.remark)
+        if run.checks.races and source.data.tobytes() != self.loaded.tobytes():
+            raise run.fail(Verdict.RACE, f"read of what has been overwritten ({source.name}{self.remark})")
+        return source.data.copy()
+
+
 def local_load(src: Buffer, token: Any = None, layout: Any = None, relaxed: bool = False) -> tl.tensor:
     """Load a tile into registers (from tensor memory with its wait)."""
     _refuse_halved(src)
     machine().access(src, write=False)
-    return tensor(src.data.copy(), src.dtype)
+    value = tensor(src.data.copy(), src.dtype)
+    if src.storage == SMEM:
+        value.handle = LoadedHandle(value.handle.data, src)
+    return value
 
 
 def local_store(dst: Buffer, src: tl.tensor) -> None:

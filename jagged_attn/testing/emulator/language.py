@@ -224,8 +224,13 @@ def tl_range(*bounds: Any, **options: Any) -> range:
 
 def loop(values: Any) -> Iterator[Any]:
     """Loop values of a dynamic loop: int32 scalars, with Triton's arithmetic rather than Python's."""
-    for value in values:
-        yield integer(value) if type(value) is int else value
+    task = machine().running
+    task.loops += 1
+    try:
+        for value in values:
+            yield integer(value) if type(value) is int else value
+    finally:
+        task.loops -= 1
 
 
 _OVERRIDES: dict[str, Any] = {

@@ -122,6 +122,8 @@ class Task:
         # Phases that its own arrivals completed.
         self.completed_phases: dict[int, int] = {}
         self.wgmmas: list[Op] = []
+        # Dynamic loops that it is in.
+        self.loops = 0
         # Bulk groups whose source may still be read; whose writes are not known to be done.
         self.stores: list[Op] = []
         self.writes: list[Op] = []
@@ -240,10 +242,10 @@ class Machine:
         """An error that names the running task and line."""
         return EmulatorError(verdict, f"{self.here()}: {text}")
 
-    def access(self, buffer: Buffer, write: bool) -> None:
-        """Check and record an access by the running task."""
+    def access(self, buffer: Buffer, write: bool, remark: str = "") -> None:
+        """Check and record an access by the running task; ``remark`` goes into reports."""
         task, history = self.running, buffer.arena.history
-        where = f"{self.here()} ({buffer.name})"
+        where = f"{self.here()} ({buffer.name}{remark})"
         record = Access(task.number, task.clock.tasks[task.number], 0, write, False, True, where)
         cells = buffer.arena.cells(buffer.data)
         if write:

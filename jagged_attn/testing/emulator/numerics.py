@@ -143,11 +143,17 @@ class Builder(interpreter.InterpreterBuilder):
     # Conversions.
 
     def cast_impl(self, src: Handle, dst_type: Any) -> Handle:
-        """Convert, rounding floats to nearest even."""
+        """Convert, rounding floats to nearest even; from a wider type back, it is the same value, as compiled."""
         old, new = src.dtype.scalar, dst_type.scalar
         if old.is_floating():
+            narrow: Handle | None = src.attr.get("widened")
+            if narrow is not None and narrow.dtype.scalar == new:
+                return narrow
             data = decode(src.data, old)
-            return Handle(encode(data, new) if new.is_floating() else data.astype(np_dtype(new)), new)
+            made = Handle(encode(data, new) if new.is_floating() else data.astype(np_dtype(new)), new)
+            if new.is_floating() and new.primitive_bitwidth > old.primitive_bitwidth:
+                made.attr["widened"] = src
+            return made
         data = src.data.astype(np.float32) if new == tl.bfloat16 else src.data
         return Handle(encode(data, new) if new.is_floating() else data.astype(np_dtype(new)), new)
 

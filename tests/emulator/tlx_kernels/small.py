@@ -96,6 +96,61 @@ def products(desc_a, desc_b, y, FAULT: tl.constexpr):
 
 
 @triton.jit
+def _add_product(x, b, acc):
+    return tlx.async_dot_wait(0, tlx.async_dot(x, b, acc))
+
+
+@triton.jit
+def held_operand(desc_a, desc_b, y, n, HOW: tl.constexpr, FAULT: tl.constexpr):
+    """Products whose left operand stays in registers, while the next one may land where it was loaded from."""
+    dtype: tl.constexpr = tlx.dtype_of(desc_a)
+    late: tl.constexpr = HOW == "as loaded" and (FAULT == "" or FAULT == "written over")
+    a = tlx.local_alloc((64, 64), dtype, 1)
+    b = tlx.local_alloc((64, 64), tl.bfloat16, 1)
+    a_full = tlx.alloc_barriers(1)
+    a_empty = tlx.alloc_barriers(1)
+    b_full = tlx.alloc_barriers(1)
+    with tlx.async_tasks():
+        with tlx.async_task("default"):
+            cells = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+            tlx.barrier_wait(b_full[0], 0)
+            for i in range(n):
+                tlx.barrier_wait(a_full[0], i & 1)
+                x = tlx.local_load(a[0])
+                if HOW == "doubled":
+                    x = x + x
+                elif HOW == "rounded" or FAULT == "cast to its own type":
+                    x = x.to(tl.bfloat16)
+                elif FAULT == "cast there and back":
+                    x = x.to(tl.float32).to(tl.bfloat16)
+                elif FAULT == "written over":
+                    tlx.local_store(a[0], tl.zeros((64, 64), dtype))
+                    tlx.fence("async_shared")
+                if not late:
+                    tlx.barrier_arrive(a_empty[0], 1)
+                acc = tl.zeros((64, 64), tl.float32)
+                if HOW == "unrolled":
+                    for _ in tl.static_range(2):
+                        acc = _add_product(x, b[0], acc)
+                elif FAULT == "changed in the loop":
+                    for _ in range(2):
+                        acc = _add_product(x + acc.to(tl.bfloat16), b[0], acc)
+                else:
+                    for _ in range(2):
+                        acc = _add_product(x, b[0], acc)
+                if late:
+                    tlx.barrier_arrive(a_empty[0], 1)
+                tl.store(y + 64 * 64 * i + cells, acc)
+        with tlx.async_task(num_warps=1):
+            tlx.barrier_expect_bytes(b_full[0], 64 * 64 * 2)
+            tlx.async_descriptor_load(desc_b, b[0], [0, 0], b_full[0])
+            for i in range(n):
+                tlx.barrier_wait(a_empty[0], (i & 1) ^ 1)
+                tlx.barrier_expect_bytes(a_full[0], 64 * 64 * tlx.size_of(dtype))
+                tlx.async_descriptor_load(desc_a, a[0], [64 * i, 0], a_full[0])
+
+
+@triton.jit
 def tensor_memory(desc_a, desc_b, y, FAULT: tl.constexpr):
     """P over S: a product, its bf16 copy in the same columns as operand of the next."""
     a = tlx.local_alloc((128, 64), tl.bfloat16, 1)
