@@ -61,7 +61,7 @@ test-kernels-all: env ## every mutant, a thousand seeds more, every configuratio
 	$(PYTEST) -m sweep tests/aot tests/scaling
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/emulator
 
-# A thread for each worker: references in float64 run on the CPU, and all workers' threads at once take eleven times as long.
+# A thread for each worker: references in float64 run on the CPU, and the threads of all workers at once take many times as long.
 test-gpu: env ## the tests that need a CUDA GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 4 --dist worksteal -m gpu --timeout 300
 

@@ -27,7 +27,7 @@ BARS = (
 )  # fmt: skip
 # How far a prediction may be off to count.
 TOLERANCE = 0.2
-# B200, TFLOP/s at lengths of 256, 512, 1024 and 2048, read by eye off published charts: ../shared/design/kunlun.md.
+# B200, TFLOP/s at lengths of 256, 512, 1024 and 2048, read by eye off charts of the public GDPA library.
 LENGTHS = (256, 512, 1024, 2048)
 PUBLISHED = {
     (FORWARD, 1.0): {"FA4": (170, 380, 615, 840), "CuTe GDPA": (815, 900, 1015, 1145)},

@@ -161,7 +161,7 @@ H200 = Machine(
     launch_us=4.0,
     sources={
         "processors": SHEET,
-        "clock_ghz": "nvidia-smi while our backward kernels ran, ../shared/trials: 1.62 to 1.68 and 1.68 to 1.95 GHz",
+        "clock_ghz": "nvidia-smi while prototypes of our backward kernels ran: 1.62 to 1.68 and 1.68 to 1.95 GHz",
         "mma_flop": f"{SHEET}: 989 TFLOP/s at 1.83 GHz",
         "mma_efficiency": f"{MEASURED}: the 8192³ product of the bench's run, 813 TFLOP/s, at clock_ghz",
         "mma_latency": ASSUMED,
