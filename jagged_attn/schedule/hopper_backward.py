@@ -1,6 +1,6 @@
 """How the Hopper backward of self and cross attention makes dQ."""
 
-from ..masks import Full, Mask
+from ..masks import Mask
 from .hopper import keys_seen
 
 # Where a query sees no more keys than this, on average or because of the mask, dQ is a kernel of its own: it computes
@@ -8,20 +8,6 @@ from .hopper import keys_seen
 # measured on an H200 (docs/performance-log.md): at 128 self-attention of up to 512 rows gains 4 %, 256 keys 13 to 20 %,
 # a window of 201 keys 8 to 10 %, and 1,024 rows lose 6 %; at 64 it is never faster.
 _FEW_KEYS = {64: 0, 128: 320}
-
-# Rows of a tile of queries at head dim 64, where dQ is added up and nothing is masked: 64, or 128.
-ROWS_AT_64 = 64
-
-
-def query_rows(head_dim: int, mask: Mask, sums: bool) -> int:
-    """Rows of a tile of queries of the keys' kernel; with 128 each tile of K and V is read half as often.
-
-    Args:
-        head_dim: D, 64 or 128.
-        mask: of the call.
-        sums: whether dQ is added up.
-    """
-    return ROWS_AT_64 if head_dim == 64 and sums and mask == Full() else 64
 
 
 def adds_up_dq(head_dim: int, mask: Mask, rows_kv: int, num_sequences: int) -> bool:

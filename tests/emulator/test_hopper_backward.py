@@ -13,7 +13,6 @@ from jagged_attn.backends import reference
 from jagged_attn.backends.base import Arch, Geometry
 from jagged_attn.backends.tlx_hopper import capability, launch_backward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
-from jagged_attn.schedule import hopper_backward
 from jagged_attn.schedule.hopper_backward import adds_up_dq
 from jagged_attn.testing.emulator import Schedule
 from jagged_attn.testing.emulator.launches import emulated_launches
@@ -27,14 +26,10 @@ EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 0, 300)
 
 @dataclass(frozen=True)
 class Case(BackwardCase):
-    """One call, of short sequences unless it says otherwise.
-
-    ``apart``: dQ by a kernel of its own, few keys or not; ``rows``: of a tile of queries at head dim 64.
-    """
+    """One call, of short sequences unless it says otherwise; ``apart``: dQ by a kernel of its own, few keys or not."""
 
     lengths_kv: tuple[int, ...] = SHORT
     apart: bool = False
-    rows: int = 64
 
 
 def _tables(case: "Case", tensors: dict[str, torch.Tensor], geometry: Geometry) -> tuple[torch.Tensor, ...]:
@@ -57,7 +52,6 @@ def _run(
     with pytest.MonkeyPatch.context() as patch, emulated_launches(launch):
         patch.setattr(launch_backward, "num_processors", lambda device: processors)
         patch.setattr(launch_backward, "adds_up_dq", lambda *call: not case.apart)
-        patch.setattr(hopper_backward, "ROWS_AT_64", case.rows)
         patch.setattr(launch_backward, "new_gradients", lambda *like: [x.new_full(x.shape, torch.nan) for x in like])
         got = launch_backward.backward(
             *tensors.values(), out.to(case.dtype), lse.float(), geometry, spec, _tables(case, tensors, geometry)
@@ -121,18 +115,6 @@ FACTORS = {
 @pytest.mark.parametrize("name", EXTENTS)
 def test_extents(name, apart):
     _check(replace(EXTENTS[name], apart=apart))
-
-
-WIDE = {
-    **{name: EXTENTS[name] for name in ("self", "cross", "cross with rows of no sequence", "fp16", "grouped, cross")},
-    "element-wise": Case((130, 9, 300), (70, 65, 257), activation="fast_gelu", scale=0.5, out_scale=0.25),
-    "many items, one CTA": Case((300, 129, 5, 0, 257), heads=(2, 1)),
-}
-
-
-@pytest.mark.parametrize("name", WIDE)
-def test_tiles_of_128_queries(name):
-    _check(replace(WIDE[name], rows=128), processors=1 if "one CTA" in name else 2)
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -61,7 +61,6 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
     },
     "backward": {
         "sums": lambda: _backward((257, 5, 64, 130)),
-        "wide tiles": lambda: _backward((300, 5, 129), rows=128),
         "element-wise": lambda: _backward((200, 5), activation="silu", dim=128),
         "without sums": lambda: _backward((257, 5), deterministic=True),
         # Keys that no query sees, whose tile both groups pass by, and buffers that are used again after it.

@@ -53,7 +53,7 @@ def run_backward(seed: int) -> None:
     lengths_q = _lengths(draw, count) if draw.random() < 0.4 else None
     case = backwards.Case(
         _lengths(draw, count), lengths_q, extra_rows=draw.choice([0, 0, 1, 70]), deterministic=draw.random() < 0.1,
-        apart=draw.random() < 0.4, rows=draw.choice([64, 128]), **_common(draw, lengths_q is None),
+        apart=draw.random() < 0.4, **_common(draw, lengths_q is None),
     )  # fmt: skip
     got, want = backwards._run(case, _schedule(draw), processors=draw.choice([1, 1, 2, 3, 5]))
     tolerance = 4 * torch.finfo(case.dtype).eps

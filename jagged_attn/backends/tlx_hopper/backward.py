@@ -30,7 +30,6 @@ from .._jit.tlx import tlx
 
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
-_PRODUCT_64X128 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 16)), stride=((2, 128, 2048), (1, 1024, 8))))
 
 
 @triton.jit
@@ -38,11 +37,7 @@ def _take(number, turn, hand_out, where, C: tl.constexpr):
     """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics."""
     slots, item_full, item_empty = hand_out
     item = key_item(number, *where, C.heads // C.group, C.rows, C.keys, C.mask)
-    shown = item[:8]
-    if C.rows == 128:
-        # Groups that read the statistics themselves need the block: in the place of the first query, 0 without a mask.
-        shown = (item[0], item[1], item[2], item[8], item[4], item[5], item[6], item[7])
-    publish(slots, item_full, item_empty, turn, shown, ITEM_SLOT)
+    publish(slots, item_full, item_empty, turn, item[:8], ITEM_SLOT)
     return item
 
 
@@ -53,7 +48,7 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, 
     q_tiles, do_tiles, k_tiles, v_tile = tiles
     lse_rows, delta_rows = rows
     q_full, do_full, tile_empty, k_full, k_empty, v_full, v_empty = loads
-    SOFTMAX: tl.constexpr = C.act == "softmax" and C.rows == 64
+    SOFTMAX: tl.constexpr = C.act == "softmax"
     ROW_BYTES: tl.constexpr = C.dim * tlx.size_of(tlx.dtype_of(desc_q))
     TILE_BYTES: tl.constexpr = C.rows * (ROW_BYTES + (4 if SOFTMAX else 0))
     count = 0
@@ -129,30 +124,16 @@ def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _start_dq(g: tl.constexpr, ds_tile, k_tile, C: tl.constexpr):
-    """Issue this group's part of a query tile's dQ: 64 of 128 rows, or half of the columns of 64."""
-    if C.rows == 128:
-        part = tlx.local_trans(tlx.local_slice(ds_tile, [0, g * 64], [C.keys, 64]))
-        return tlx.async_dot(part, k_tile)
-    else:
-        columns = tlx.local_slice(k_tile, [0, g * (C.dim // 2)], [C.keys, C.dim // 2])
-        return tlx.async_dot(tlx.local_trans(ds_tile), columns)
-
-
-@triton.jit
-def _add_dq(desc_sum, dq_tiles, dq, where, g: tl.constexpr, C: tl.constexpr):
-    """Add this group's part of a query tile's dQ to the sum in global memory; ``where`` is from ``_where``."""
+def _add_dq(desc_sum, dq_tiles, dq, where, g: tl.constexpr, D: tl.constexpr):
+    """Add this group's columns of a query tile's dQ to the sum in global memory; ``where`` is from ``_where``."""
     tlx.local_store(dq_tiles[g], dq)
     tlx.fence("async_shared")
-    if C.rows == 128:
-        at = [where[0], where[1], where[2] + g * 64, where[3]]
-    else:
-        at = [where[0], where[1], where[2], where[3] + g * (C.dim // 2)]
+    at = [where[0], where[1], where[2], where[3] + g * (D // 2)]
     tlx.async_descriptor_store(desc_sum, dq_tiles[g], at, store_reduce="add")
 
 
 @triton.jit
-def _tile(g: tl.constexpr, stats, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE: tl.constexpr,
+def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE: tl.constexpr,
           C: tl.constexpr):  # fmt: skip
     """A tile of queries: its share of dK and dV, and dS; and under that the dQ of the tile before, ``last``."""
     trip, trips, count, turn = step
@@ -162,28 +143,30 @@ def _tile(g: tl.constexpr, stats, dk, dv, step, first_query, seen, last, scale, 
     ds_tiles, dq_tiles, _, ds_full, ds_empty = exchange
     q_full, do_full, tile_empty, _, k_empty, v_full, v_empty = loads
     HALF: tl.constexpr = C.keys // 2
+    COLUMNS: tl.constexpr = C.dim // 2
     # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
-    PARK: tl.constexpr = C.act != "softmax" and C.dim * C.rows > 4096
+    PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
     buf, phase = ring(count, C.stages)
     ds_buf, ds_phase = ring(count, C.ds_stages)
     k_buf = turn % 2
     # Before a CTA's first tile there is none: this product of zeros is made and dropped.
     last_buf, last_phase = ring(count + (C.ds_stages - 1), C.ds_stages)
-    lse_row = tl.zeros([C.rows], tl.float32)
-    if C.act == "softmax" and C.rows == 128:
-        # Not from shared memory: there the compiler would take the scores to the layout of a row, through 32 KiB.
-        lse_row = tl.load(stats + tl.arange(0, C.rows))
     tlx.barrier_wait(q_full[buf], phase)
     s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
     if C.sums:
         if count > 0:
             tlx.barrier_wait(ds_full[last_buf], last_phase ^ 1)
-        dq = _start_dq(g, ds_tiles[last_buf], k_tiles[last[4]], C)
+        dq = tlx.async_dot(
+            tlx.local_trans(ds_tiles[last_buf]),
+            tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS]),
+        )
         s = tlx.async_dot_wait(1, s)
     else:
         s = tlx.async_dot_wait(0, s)
-    if C.act == "softmax" and C.rows == 64:
+    if C.act == "softmax":
         lse_row = tlx.local_load(lse_rows[buf])
+    else:
+        lse_row = tl.zeros([C.rows], tl.float32)
     p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
     if C.sums or PARK:
         own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
@@ -202,20 +185,15 @@ def _tile(g: tl.constexpr, stats, dk, dv, step, first_query, seen, last, scale, 
             tlx.barrier_arrive(ds_empty[last_buf], 1)
             if trip == 0:
                 tlx.barrier_arrive(k_empty[last[4]], 1)
-            _add_dq(desc_sum, dq_tiles, dq, last, g, C)
+            _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
     dv = tlx.async_dot(p, do_tiles[buf], dv)
-    delta_row = lse_row
-    if C.act == "softmax" and C.rows == 128:
-        delta_row = tl.load(stats + C.rows + tl.arange(0, C.rows))
     dp = tlx.async_dot_wait(1, dp)
     if trip == trips - 1:
         tlx.barrier_arrive(v_empty[0], 1)
     if C.act == "softmax":
-        if C.rows == 64:
-            delta_row = tlx.local_load(delta_rows[buf])
-        dp -= delta_row[None, :]
+        dp -= tlx.local_load(delta_rows[buf])[None, :]
     if PARK:
-        factor = tlx.local_load(own_ds, layout=_PRODUCT_64X128 if C.rows == 128 else _PRODUCT_64X64)
+        factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
     ds = (factor.to(tl.float32) * dp).to(DTYPE)
     if C.sums:
         if not PARK:
@@ -235,13 +213,16 @@ def _dq_of(g: tl.constexpr, count, last, desc_sum, memory, C: tl.constexpr):
     """The dQ of the tile before the ``count``-th, by itself."""
     k_tiles = memory[0][2]
     ds_tiles, dq_tiles, _, ds_full, ds_empty = memory[2]
+    COLUMNS: tl.constexpr = C.dim // 2
     buf, phase = ring(count + (C.ds_stages - 1), C.ds_stages)
     tlx.barrier_wait(ds_full[buf], phase ^ 1)
-    dq = _start_dq(g, ds_tiles[buf], k_tiles[last[4]], C)
+    dq = tlx.async_dot(
+        tlx.local_trans(ds_tiles[buf]), tlx.local_slice(k_tiles[last[4]], [0, g * COLUMNS], [C.keys, COLUMNS])
+    )
     tlx.async_descriptor_store_wait(0)
     dq = tlx.async_dot_wait(0, dq)
     tlx.barrier_arrive(ds_empty[buf], 1)
-    _add_dq(desc_sum, dq_tiles, dq, last, g, C)
+    _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
 
 
 @triton.jit
@@ -283,7 +264,7 @@ def _where(trip, turn, item, C: tl.constexpr):
 
 
 @triton.jit
-def _tiles(g: tl.constexpr, own_stats, count, turn, seen, item, last, scale, desc_sum, memory, DTYPE: tl.constexpr,
+def _tiles(g: tl.constexpr, count, turn, seen, item, last, scale, desc_sum, memory, DTYPE: tl.constexpr,
            C: tl.constexpr):  # fmt: skip
     """dK and dV of an item, from all tiles of queries; those that see none of the group's keys it passes by.
 
@@ -291,20 +272,16 @@ def _tiles(g: tl.constexpr, own_stats, count, turn, seen, item, last, scale, des
         dK; dV; where the last tile's dQ belongs.
     """
     begin, n = item[2], item[3]
-    stats, block = own_stats
     dk = tl.zeros([C.keys // 2, C.dim], tl.float32)
     dv = tl.zeros([C.keys // 2, C.dim], tl.float32)
     for trip in tl.range(0, C.group * n, disable_licm=True):
         step = (trip, C.group * n, count + trip, turn)
         first_query = first_query_of(trip, begin, n, C.group, C.rows)
-        if C.rows == 128:
-            at = tl.cast(block + first_query // C.rows, tl.int64) * C.heads + query_head(trip, item[0], n, C.group)
-            stats = own_stats[0] + at * (2 * C.rows)
         if mask_kind(C.mask) == "full":
-            dk, dv = _tile(g, stats, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE, C)
+            dk, dv = _tile(g, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE, C)
         else:
             if (first_query < seen[5]) & (first_query + C.rows > seen[4]):
-                dk, dv = _tile(g, stats, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE, C)
+                dk, dv = _tile(g, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE, C)
             else:
                 _pass_by(g, step, last, desc_sum, memory, DTYPE, C)
         last = _where(trip, turn, item, C)
@@ -312,8 +289,8 @@ def _tiles(g: tl.constexpr, own_stats, count, turn, seen, item, last, scale, des
 
 
 @triton.jit
-def _gradients(g: tl.constexpr, row_stats, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows,
-               exchange, loads, C: tl.constexpr):  # fmt: skip
+def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads,
+               C: tl.constexpr):  # fmt: skip
     """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
 
     The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
@@ -321,7 +298,7 @@ def _gradients(g: tl.constexpr, row_stats, desc_sum, desc_dk, desc_dv, scale, ou
     """
     slots, item_full, item_empty = hand_out
     memory = (tiles, rows, exchange, loads)
-    out_tile = exchange[2][g * (C.rows // 64)]
+    out_tiles = exchange[2]
     k_full, k_empty = loads[3], loads[4]
     HALF: tl.constexpr = C.keys // 2
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
@@ -332,9 +309,6 @@ def _gradients(g: tl.constexpr, row_stats, desc_sum, desc_dk, desc_dv, scale, ou
     # Nobody's: it is dropped.
     last = _where(0, 0, (kv_head, len_q, begin, tl.maximum(n, 1), start_q), C)
     while n > 0:
-        block = begin
-        if C.rows == 128:
-            begin = block * 0
         rows_dq = tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
         seen = (tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0, 0, 0)
         if mask_kind(C.mask) != "full":
@@ -348,15 +322,11 @@ def _gradients(g: tl.constexpr, row_stats, desc_sum, desc_dk, desc_dv, scale, ou
         tlx.barrier_wait(k_full[k_buf], k_phase)
         item = (kv_head, len_q, begin, n, rows_dq)
         if g == 0 or mask_kind(C.mask) != "full":
-            dk, dv, last = _tiles(
-                g, (row_stats, block), count, turn, seen, item, last, scale, desc_sum, memory, DTYPE, C
-            )
+            dk, dv, last = _tiles(g, count, turn, seen, item, last, scale, desc_sum, memory, DTYPE, C)
         else:
             # A loop of its own: a test in the other one would cost it registers.
             if first_key + HALF < len_kv:
-                dk, dv, last = _tiles(
-                    g, (row_stats, block), count, turn, seen, item, last, scale, desc_sum, memory, DTYPE, C
-                )
+                dk, dv, last = _tiles(g, count, turn, seen, item, last, scale, desc_sum, memory, DTYPE, C)
             else:
                 dk = tl.zeros([HALF, C.dim], tl.float32)
                 dv = tl.zeros([HALF, C.dim], tl.float32)
@@ -376,13 +346,13 @@ def _gradients(g: tl.constexpr, row_stats, desc_sum, desc_dk, desc_dv, scale, ou
         following_keys = receive_keys(slots, turn)
         # Everything leaves through one buffer: what went before has been read from it.
         tlx.async_descriptor_store_wait(0)
-        tlx.local_store(out_tile, (dv * out_scale).to(DTYPE))
+        tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
         tlx.fence("async_shared")
-        tlx.async_descriptor_store(desc_dv, out_tile, at)
+        tlx.async_descriptor_store(desc_dv, out_tiles[g], at)
         tlx.async_descriptor_store_wait(0)
-        tlx.local_store(out_tile, (dk * (scale * out_scale)).to(DTYPE))
+        tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
         tlx.fence("async_shared")
-        tlx.async_descriptor_store(desc_dk, out_tile, at)
+        tlx.async_descriptor_store(desc_dk, out_tiles[g], at)
         kv_head, start_q, len_q, begin, n = following
         start_kv, len_kv, first_key = following_keys
     if C.sums:  # noqa: SIM102 - one is decided when this is compiled
@@ -419,12 +389,11 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     v_tile = tlx.local_alloc((C.keys, C.dim), DTYPE, 1)
     q_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
-    WIDTH: tl.constexpr = C.dim if C.rows == 128 else C.dim // 2
+    HALF: tl.constexpr = C.dim // 2
     # dQ, dV and dK leave through one buffer of each group.
     way_out = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
-    dq_tiles = tlx.local_alloc((64, WIDTH), tl.float32, 2, reuse=way_out)
-    # As far apart as those of dQ: a group's two lie over each other.
-    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2 * (C.rows // 64), reuse=way_out)
+    dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2, reuse=way_out)
+    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2, reuse=way_out)
     ds_tiles = out_tiles  # not read
     if C.sums or C.act != "softmax":
         ds_tiles = tlx.local_alloc((C.keys, C.rows), DTYPE, C.ds_stages)
@@ -452,7 +421,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     exchange = (ds_tiles, dq_tiles, out_tiles, ds_full, ds_empty)
     loads = (q_full, do_full, tile_empty, k_full, k_empty, v_full, v_empty)
     for_load = (desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads)
-    for_groups = (row_stats, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
+    for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _load(*for_load, C)

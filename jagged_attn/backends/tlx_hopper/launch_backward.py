@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...schedule.arch import num_processors
-from ...schedule.hopper_backward import adds_up_dq, query_rows
+from ...schedule.hopper_backward import adds_up_dq
 from ...spec import AttentionSpec
 from .._jit.backward_rows import finish_dq, prepare_backward
 from .._jit.constants import Constants
@@ -26,7 +26,6 @@ _STAGES_WITHOUT_DQ = {64: 4, 128: 3}
 # Tiles of K and V, in the kernel of dQ.
 _BLOCK_KEYS, _KEY_STAGES = 64, 3
 _DS_STAGES = 2
-_STAGES_OF_WIDE_TILES = 2
 # Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
 _REPLICAS = 16
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
@@ -47,14 +46,12 @@ class _Kernels:
 
 
 @lru_cache(maxsize=1024)
-def _kernels(spec: AttentionSpec, sums: bool, rows: int, on_gpu: bool) -> _Kernels:
+def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
     shared, dim = spec.kind == "broadcast_q", spec.head_dim
     # An element-wise activation parks factors in the tiles of dS.
     stages = (_STAGES if sums or not spec.has_softmax else _STAGES_WITHOUT_DQ)[dim]
-    if rows > BLOCK_Q:
-        stages = _STAGES_OF_WIDE_TILES
     around = {
-        "H": spec.num_heads, "D": dim, "BM": rows, "COUNTERS": _COUNTERS * _APART,
+        "H": spec.num_heads, "D": dim, "BM": BLOCK_Q, "COUNTERS": _COUNTERS * _APART,
         "WIDTH": spec.num_heads * dim, "BLOCK": _FINISH_BLOCK,
     }  # fmt: skip
     common = {
@@ -62,7 +59,7 @@ def _kernels(spec: AttentionSpec, sums: bool, rows: int, on_gpu: bool) -> _Kerne
         "act": spec.activation[0], "fast_tanh": on_gpu,
     }  # fmt: skip
     keys = Constants(
-        **common, rows=rows, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, sums=sums,
+        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, sums=sums,
         replicas=_REPLICAS if shared else 0,
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
@@ -149,12 +146,11 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     spec, q, (total_q, heads, dim) = call.spec, call.q, call.dout.shape
     repeatable = spec.deterministic or not adds_up_dq(dim, spec.mask, call.k.shape[0], call.num_sequences)
     sums = call.shared or not repeatable
-    tile_rows = query_rows(dim, spec.mask, sums)
-    kernels = _kernels(spec, sums, tile_rows, q.is_cuda)
-    blocks = total_q // tile_rows + call.num_sequences + _EXTRA_BLOCKS
-    stats = q.new_empty(blocks * heads * 2 * tile_rows if spec.has_softmax else 0, dtype=torch.float32)
-    dq_rows = _REPLICAS * q.shape[0] if call.shared else q.shape[0] if sums else 1
-    dq_sum = (q.new_zeros if sums else q.new_empty)((dq_rows, heads, dim), dtype=torch.float32)
+    kernels = _kernels(spec, sums, q.is_cuda)
+    blocks = total_q // BLOCK_Q + call.num_sequences + _EXTRA_BLOCKS
+    stats = q.new_empty(blocks * heads * 2 * BLOCK_Q if spec.has_softmax else 0, dtype=torch.float32)
+    rows = _REPLICAS * q.shape[0] if call.shared else q.shape[0] if sums else 1
+    dq_sum = (q.new_zeros if sums else q.new_empty)((rows, heads, dim), dtype=torch.float32)
     counters = (q.new_empty if spec.has_softmax else q.new_zeros)((_COUNTERS, _APART), dtype=torch.int32)
     if spec.has_softmax:
         # Without an out_scale everything is 0 in the end; the sums need only be finite.
@@ -165,7 +161,7 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
             call.sizes[:2],
             (call.dout.stride(0), inverse_out_scale),
         )
-    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0], tile_rows)
+    _launch_keys(call, kernels.keys, call.tables[0], stats, dq_sum, counters[0])
     factor = spec.scale * spec.out_scale
     if call.shared:
         call.dq.copy_(dq_sum.view(_REPLICAS, *q.shape).sum(0).mul_(factor))
@@ -176,15 +172,15 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
 
 
 def _launch_keys(
-    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor, rows: int
+    call: _Call, kernel: PreparedKernel, table: Tensor, stats: Tensor, dq_sum: Tensor, counter: Tensor
 ) -> None:
     dim = call.spec.head_dim
     maps = (
-        ragged_map(call.q, rows, dim),
+        ragged_map(call.q, BLOCK_Q, dim),
         ragged_map(call.k, BLOCK_KV, dim),
         ragged_map(call.v, BLOCK_KV, dim),
-        ragged_map(call.dout, rows, dim),
-        ragged_map(dq_sum, BLOCK_Q, dim if rows > BLOCK_Q else dim // 2),
+        ragged_map(call.dout, BLOCK_Q, dim),
+        ragged_map(dq_sum, BLOCK_Q, dim // 2),
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
