@@ -36,6 +36,8 @@ BACKEND, REASON = _chosen()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REASON), reason=REASON)]
 TARGET = Target(BACKEND, "cuda")
 LONG = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0, 513)
+# So many keys a sequence, on average, that other kernels are chosen.
+LONGER = (1000, 0, 577)
 # Kernels that are there on request.
 SWITCHES = {
     "tlx_blackwell": [
@@ -82,6 +84,9 @@ def test_matches_the_reference(case: Case, dim: int, stale: None) -> None:
         Case("self", LONG, heads=(4, 4)),
         Case("grouped", LONG, heads=(4, 2)),
         Case("cross", LONG, tuple(reversed(LONG)), heads=(4, 4)),
+        Case("many keys", LONGER, heads=(4, 4)),
+        Case("many keys, cross", LONGER, (129, 0, 300), heads=(4, 2)),
+        Case("many keys, gelu", LONGER, heads=(4, 4), options={"activation": "gelu"}),
         Case("causal", LONG, heads=(4, 4), options={"mask": ja.Causal()}),
         Case("window", LONG, heads=(4, 4), options={"mask": ja.SlidingWindow(100, 0)}),
         Case("blocks", LONG, heads=(4, 4), options={"mask": ja.BlockDiagonal(64)}),
