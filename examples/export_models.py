@@ -11,7 +11,6 @@ The package loads where PyTorch is, without this library, TorchRec or fbgemm (``
 Weights are random here; a trained ``RankingModel`` or ``Kunlun`` goes through the same functions.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ with warnings.catch_warnings():
     from ranking.requests import Schema
     from torchrec import JaggedTensor
 
-from jagged_attn.bench.arguments import Parser, output_file
+from jagged_attn.bench.arguments import Parser, output_file, run_command
 from jagged_attn.bench.kunlun_steps import SCENARIOS, Ranker, Scenario, make_batch
 from jagged_attn.export import decompose
 
@@ -161,4 +160,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -22,7 +22,7 @@ from ranking.errors import InputError
 from ranking.outputs import read_csv, write_atomically, write_csv
 from ranking.provenance import provenance
 
-from jagged_attn.bench.arguments import Parser, device_here, seed_number
+from jagged_attn.bench.arguments import Parser, device_here, run_command, seed_number
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "kunlun" / "results"
@@ -123,4 +123,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

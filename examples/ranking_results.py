@@ -29,7 +29,7 @@ from ranking.recipes import DATA, POOLINGS, grid, recipe
 from ranking.summary import Row, around_results, insert, markdown, plot, tuned, verdicts
 from ranking.training import TrainConfig, Trainer
 
-from jagged_attn.bench.arguments import Parser, device_here, output_folder, seed_number, whole
+from jagged_attn.bench.arguments import Parser, device_here, output_folder, run_command, seed_number, whole
 
 ROOT = Path(__file__).resolve().parent.parent
 TUNING_SEED = 1000  # no seed of the results
@@ -147,4 +147,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

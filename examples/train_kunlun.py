@@ -21,7 +21,16 @@ from ranking.errors import InputError
 from ranking.outputs import plot_curves, write_csv
 
 from jagged_attn import UnsupportedError
-from jagged_attn.bench.arguments import BACKEND_NAMES, Parser, device_here, natural, output_folder, seed_number, whole
+from jagged_attn.bench.arguments import (
+    BACKEND_NAMES,
+    Parser,
+    device_here,
+    natural,
+    output_folder,
+    run_command,
+    seed_number,
+    whole,
+)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -93,4 +102,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

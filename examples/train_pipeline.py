@@ -40,6 +40,7 @@ from jagged_attn.bench.arguments import (
     natural,
     output_folder,
     positive,
+    run_command,
     seed_number,
 )
 
@@ -146,4 +147,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

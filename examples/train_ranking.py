@@ -28,7 +28,15 @@ from ranking.recipes import DATA, POOLINGS, recipe
 from ranking.training import Trainer
 
 from jagged_attn import UnsupportedError
-from jagged_attn.bench.arguments import BACKEND_NAMES, Parser, device_here, natural, output_folder, seed_number
+from jagged_attn.bench.arguments import (
+    BACKEND_NAMES,
+    Parser,
+    device_here,
+    natural,
+    output_folder,
+    run_command,
+    seed_number,
+)
 
 FILES = ("metrics.csv", "curves.png", "checkpoint.pt")
 
@@ -108,4 +116,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

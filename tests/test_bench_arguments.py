@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,3 +124,18 @@ def test_an_unknown_contestant_gets_no_model() -> None:
     for name in ("jaged", "padded_sdpaa", "jagged+compiled", "jagged+"):
         with pytest.raises(ValueError, match="name must be one of jagged, "):
             kunlun_steps.make_contestant(name, ranker)
+
+
+def test_a_command_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    """What was measured must not be lost because ``| head`` has seen enough."""
+    rows = tmp_path / "rows.csv"
+    wanted = ["--case", "cpu/all-128", "--scale", "small", "--repeats", "1", "--peers", "none", "--out", str(rows)]
+    command = [sys.executable, "-m", "jagged_attn.bench", "--device", "cpu", *wanted]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        complaint = process.stderr.read()
+    assert process.returncode == 0, complaint
+    assert "BrokenPipe" not in complaint
+    assert rows.read_text().count("\n") > 1

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..backends import BACKENDS
-from .arguments import Parser, default_device, device_here, natural, output_file, seed_number
+from .arguments import Parser, default_device, device_here, natural, output_file, run_command, seed_number
 from .contestants import PEERS, select_contestants
 from .plot import FORMATS, plot_rows
 from .provenance import Provenance, collect_provenance
@@ -165,4 +165,4 @@ class _Progress:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

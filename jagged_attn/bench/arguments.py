@@ -8,10 +8,11 @@ nothing behind, and what an existing file holds as it is.
 import argparse
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import torch
 
@@ -38,6 +39,40 @@ class Parser(argparse.ArgumentParser):
             return kind(text)
         except argparse.ArgumentTypeError as error:
             self.error(f"{option} {error}")
+
+
+def run_command(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command as a process, to its end and its files even if nobody reads its output any more (``| head``).
+
+    Args:
+        main: returns the exit code; ``None`` is 0.
+    """
+    sys.stdout = cast(TextIO, _Patient(sys.stdout))
+    sys.exit(main())
+
+
+class _Patient:
+    """Standard output that goes nowhere once its reader is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except BrokenPipeError:
+            # What the stream still holds goes there, too, when Python ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:

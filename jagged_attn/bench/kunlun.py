@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from . import kunlun_steps
-from .arguments import BACKEND_NAMES, Parser, default_device, device_here, natural, positive, seed_number
+from .arguments import BACKEND_NAMES, Parser, default_device, device_here, natural, positive, run_command, seed_number
 from .kunlun_steps import (
     CONTESTANTS,
     SCENARIOS,
@@ -174,4 +174,4 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

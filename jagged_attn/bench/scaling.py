@@ -32,7 +32,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .arguments import BACKEND_NAMES, Parser, has_gpu_for_each_process, natural, output_file, positive, seed_number
+from .arguments import (
+    BACKEND_NAMES,
+    Parser,
+    has_gpu_for_each_process,
+    natural,
+    output_file,
+    positive,
+    run_command,
+    seed_number,
+)
 from .kunlun_steps import SCENARIOS, Batch, Contestant, Ranker, Scenario, capture, make_batch
 from .provenance import collect_provenance
 from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
@@ -218,4 +227,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

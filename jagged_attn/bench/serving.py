@@ -46,6 +46,7 @@ from .arguments import (
     not_negative,
     output_file,
     positive,
+    run_command,
     seed_number,
 )
 from .kunlun import reason_of
@@ -423,4 +424,4 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..bench.arguments import Parser, output_file
+from ..bench.arguments import Parser, output_file, run_command
 from ..bench.problem import BACKWARD, FORWARD
 from ..bench.workloads import WORKLOADS, Workload
 from . import blackwell
@@ -224,4 +224,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
