@@ -97,7 +97,9 @@ def keys_seen(mask: Mask) -> int | None:
 
 
 def has_few_keys(head_dim: int, mask: Mask, rows_kv: int, num_sequences: int) -> bool:
-    """Whether the keys of the mean sequence fit the rings, without a mask; lengths are on the device, so it decides.
+    """Whether the keys of the mean sequence fit the rings, without a mask.
+
+    The mean decides because the host does not know a single length.
 
     Args:
         head_dim: D, 64 or 128.
@@ -134,11 +136,11 @@ _RUNS_PER_PROCESSOR = 16
 
 
 def forward_run(kind: str, head_dim: int, rows_q: int, num_sequences: int, items: int, processors: int) -> int:
-    """``run`` of a call that ``has_few_keys``: more than 1 for cross attention in which these mostly stay.
+    """``run`` of a call that ``has_few_keys``: more than 1 for cross attention in which keys mostly stay.
 
-    There the mean sequence has queries for a tile and a half or more. Elsewhere keys do not stay, and runs only part
-    CTAs that read the same keys at a time, from the L2 cache. Of self-attention most tiles are of sequences too long to
-    stay where the mean one has two.
+    They do if the mean sequence has queries for a tile and a half or more; and there have to be runs enough. Elsewhere
+    runs only part CTAs that read the same keys at a time, from the L2 cache. Of self-attention most tiles are of
+    sequences too long to stay where the mean one has two.
 
     Args:
         kind: of the call, as in ``AttentionSpec``.

@@ -127,7 +127,7 @@ class AttentionInputs:
         return AttentionInputs(q, k, v, self.layout_q, self.layout_kv, dout)
 
     def cancelled(self, scale: float | None = None) -> dict[str, float]:
-        """The largest terms of dQ and of dK, which a softmax may cancel: with a single key, all that is left of them.
+        """The largest terms of dQ and of dK, which a softmax may cancel; with a single key, what is left is rounding.
 
         ``scale max|k| max||dout|| max||v||`` for ``"dq"``, with q for k for ``"dk"``; scale is 1 / sqrt(D) by default.
         """

@@ -19,6 +19,7 @@ KERNELS = [
     (small.ring, 90, {"desc_x": _TILE, "y": "*fp32", "n": "i32"}, {}, {}, "tma_load"),
     (small.products, 90, _OPERANDS, {}, {}, "wgmma"),
     (small.held_operand, 90, {**_OPERANDS, "n": "i32"}, {"HOW": "as loaded"}, {}, "wgmma"),
+    (small.shifted, 90, {"y": "*i32"}, {}, {}, None),
     (small.tensor_memory, 100, _TALL, {}, {}, "tcgen05_mma"),
     (small.queue_order, 100, _TALL, None, {}, "tcgen05_mma"),
     (small.pointers, 90, {**_F32, "n": "i32"}, {}, {}, None),

@@ -61,8 +61,13 @@ def held_operand(how):
         "desc_a": TensorDescriptor.from_tensor(a, [64, 64]),
         "desc_b": TensorDescriptor.from_tensor(b, [64, 64]),
     }
-    want = (4 if how == "doubled" else 2) * a.bfloat16().float() @ b.float()
+    want = {"doubled": 4, "handed on": 3}.get(how, 2) * a.bfloat16().float() @ b.float()
     return Subject(small.held_operand, (1,), {**arguments, "y": y, "n": 3, "HOW": how}, ("y",), want, y)
+
+
+def shifted():
+    y = torch.empty(64, dtype=torch.int32)
+    return Subject(small.shifted, (1,), {"y": y}, ("y",), (torch.arange(64) - 32 >> 1).int(), y)
 
 
 def tensor_memory():
@@ -155,11 +160,14 @@ def _run(make, fault, schedule, checks=HOUSE_RULES, **launch):
 
 
 RIGHT = {
-    **{f.__name__: f for f in (hand_over, ring, products, tensor_memory, pointers, cp_async, bulk, multicast, aliases)},
+    **{
+        f.__name__: f
+        for f in (hand_over, ring, products, shifted, tensor_memory, pointers, cp_async, bulk, multicast, aliases)
+    },
     **{f.__name__: f for f in (launch_control, hand_out, reduction, relay)},
     **{
         f"operand held {how}": lambda how=how: held_operand(how)
-        for how in ("as loaded", "doubled", "rounded", "unrolled")
+        for how in ("as loaded", "doubled", "rounded", "unrolled", "handed on")
     },
     **{f"exchange by {how}": lambda how=how: exchange(how) for how in ("store", "async store", "copy")},
     **{f"message by {how}": lambda how=how: message(how) for how in ("fence", "release")},
@@ -197,6 +205,7 @@ def test_right_kernels_are_right_and_silent(name):
         (lambda: held_operand("as loaded"), "early arrival", {V.RACE}),
         (lambda: held_operand("as loaded"), "cast to its own type", {V.RACE}),
         (lambda: held_operand("as loaded"), "cast there and back", {V.RACE}),
+        (lambda: held_operand("as loaded"), "cast further and back", {V.RACE}),
         (lambda: held_operand("as loaded"), "changed in the loop", {V.RACE}),
         (lambda: held_operand("as loaded"), "written over", {V.RACE}),
         (tensor_memory, "no wait for S", {V.RACE, V.UNWRITTEN}),

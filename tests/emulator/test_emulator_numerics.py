@@ -46,9 +46,9 @@ def test_ties_go_to_even(offset):
 def test_bf16_arithmetic_in_kernels():
     n = 64
     a, b = torch.randn(n).bfloat16(), torch.randn(n).bfloat16()
-    out = torch.empty(4 * n).bfloat16()
+    out = torch.empty(5 * n).bfloat16()
     emulate(small.bf16_arithmetic, (1,), {"a": a, "b": b, "out": out, "n": n})
-    want = torch.cat([a * b, a + b, (a.float() / 3).bfloat16(), torch.maximum(a, b)])
+    want = torch.cat([a * b, a + b, (a.float() / 3).bfloat16(), torch.maximum(a, b), a * 0.5])
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 

@@ -58,8 +58,8 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
         out, lse = launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
     want, want_lse = reference.forward(q.double(), k.double(), v.double(), Geometry(offsets_q, offsets_kv, ()), spec)
     # The weights and the output are rounded to the dtype; sums are in fp32.
-    limit = 2 * torch.finfo(dtype).eps * max(want.abs().max().item(), 1e-30)
-    assert (out.double() - want).abs().max() <= limit
+    limit = 2 * torch.finfo(dtype).eps * max(want.abs().amax().item() if want.numel() else 0.0, 1e-30)
+    assert ((out.double() - want).abs() <= limit).all()
     if activation == "softmax":
         assert torch.equal(lse.isneginf(), want_lse.isneginf())
         finite = ~want_lse.isneginf()
@@ -174,6 +174,42 @@ def test_runs_are_for_many_queries_of_few_keys():
 def test_other_calls_have_no_runs(name):
     other, few_keys = OTHER_CALLS[name]
     assert _chosen(**(_LARGE | other)) == (few_keys, 1)
+
+
+LAUNCHES = {
+    "runs": ("cross", (65_000, 40_000, 20_000), (256, 300, 1), None, (True, RUN)),
+    "few queries": ("cross", (300, 5, 70), (256, 300, 1), None, (True, 1)),
+    "many keys": ("cross", (65_000, 40_000, 20_000), (700, 300, 1), None, (False, 1)),
+    "self": ("self", (256, 300, 1), None, None, (True, 1)),
+    "self, many keys": ("self", (256, 300, 700), None, None, (False, 1)),
+    "shared queries": ("broadcast_q", (256, 300, 1), None, 70, (True, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_chooses_by_its_own_sizes(name, monkeypatch):
+    kind, lengths_q, lengths_kv, shared, want = LAUNCHES[name]
+    chosen = []
+
+    class Chosen(Exception):
+        """Nothing is launched."""
+
+    def plan(spec, num_queries, few_keys, run):
+        chosen.append((num_queries, few_keys, run))
+        raise Chosen
+
+    monkeypatch.setattr(launch_forward, "_plan", plan)
+    monkeypatch.setattr(launch_forward, "num_processors", lambda device: 1)
+    rows_kv = sum(lengths_kv or lengths_q)
+    q = torch.zeros(shared or sum(lengths_q), 4, 128, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, rows_kv, 4, 128, dtype=torch.bfloat16)
+    offsets_kv = _offsets(lengths_kv or lengths_q)
+    offsets_q = None if shared else _offsets(lengths_q)
+    spec = AttentionSpec(kind, q.dtype, 4, 4, 128, 128, Full(), ("softmax",), 1.0, 1.0, False)
+    tables = tuple(_tables(table_requests(spec, HOPPER), q.shape[0], rows_kv, offsets_q, offsets_kv))
+    with pytest.raises(Chosen):
+        launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
+    assert chosen == [(shared, *want)]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

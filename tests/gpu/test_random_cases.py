@@ -68,7 +68,8 @@ def take_ways(facts: dict[str, Any]) -> None:
         return
     launch_backward.adds_up_dq = lambda *call: facts["adds_up_dq"]
     launch_forward.has_few_keys = lambda dim, mask, *call: mask == ja.Full() and (facts["few_keys"] or facts["run"] > 1)
-    launch_forward.forward_run = lambda *call: facts["run"]
+    # Shared queries have no runs: an entry of theirs is a whole sequence.
+    launch_forward.forward_run = lambda kind, *call: 1 if kind == "broadcast_q" else facts["run"]
 
 
 def draw_case(draw: random.Random, facts: dict[str, Any]) -> Case:

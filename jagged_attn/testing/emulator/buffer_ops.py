@@ -155,7 +155,7 @@ class LoadedHandle(Handle):
         self.dtype = source.dtype
         self.attr: dict[str, Any] = {}
         self.loops = machine().running.loops
-        self.remark = f", loaded before the loop by {machine().here()}: the compiler moves that load here"
+        self.remark = f", loaded before the loop by {machine().here()}: the compiler may move that load here"
 
     @property
     def data(self) -> np.ndarray:
@@ -167,6 +167,20 @@ class LoadedHandle(Handle):
         if run.checks.races and source.data.tobytes() != self.loaded.tobytes():
             raise run.fail(Verdict.RACE, f"read of what has been overwritten ({source.name}{self.remark})")
         return source.data.copy()
+
+    @data.setter
+    def data(self, data: np.ndarray) -> None:
+        # Triton's own builder looks at an operand of a shift as signed or unsigned so.
+        self.loaded = data
+
+
+def settled(value: Any) -> Any:
+    """A value that a loop hands from trip to trip: its name stands for what is handed on, and no longer for a load."""
+    if isinstance(value, tuple):
+        return type(value)(*map(settled, value)) if hasattr(value, "_fields") else tuple(map(settled, value))
+    if isinstance(value, tl.tensor) and isinstance(value.handle, LoadedHandle):
+        return tensor(value.handle.loaded, value.handle.dtype)
+    return value
 
 
 def local_load(src: Buffer, token: Any = None, layout: Any = None, relaxed: bool = False) -> tl.tensor:

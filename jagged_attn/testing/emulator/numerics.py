@@ -142,20 +142,26 @@ class Builder(interpreter.InterpreterBuilder):
 
     # Conversions.
 
+    def get_bf16(self, value: float) -> Handle:
+        """A number beside a bf16 tensor."""
+        return Handle(encode(np.array([value], np.float32), tl.bfloat16), tl.bfloat16)
+
     def cast_impl(self, src: Handle, dst_type: Any) -> Handle:
-        """Convert, rounding floats to nearest even; from a wider type back, it is the same value, as compiled."""
+        """Convert, rounding floats to nearest even; from wider types back, it is the same value, as compiled."""
         old, new = src.dtype.scalar, dst_type.scalar
-        if old.is_floating():
-            narrow: Handle | None = src.attr.get("widened")
-            if narrow is not None and narrow.dtype.scalar == new:
+        narrow: Handle | None = src.attr.get("widened")
+        while narrow is not None:
+            if narrow.dtype.scalar == new:
                 return narrow
+            narrow = narrow.attr.get("widened")
+        if old.is_floating():
             data = decode(src.data, old)
-            made = Handle(encode(data, new) if new.is_floating() else data.astype(np_dtype(new)), new)
-            if new.is_floating() and new.primitive_bitwidth > old.primitive_bitwidth:
-                made.attr["widened"] = src
-            return made
-        data = src.data.astype(np.float32) if new == tl.bfloat16 else src.data
-        return Handle(encode(data, new) if new.is_floating() else data.astype(np_dtype(new)), new)
+        else:
+            data = src.data.astype(np.float32) if new == tl.bfloat16 else src.data
+        made = Handle(encode(data, new) if new.is_floating() else data.astype(np_dtype(new)), new)
+        if new.is_floating() == old.is_floating() and new.primitive_bitwidth > old.primitive_bitwidth:
+            made.attr["widened"] = src
+        return made
 
     # Arithmetic.
 

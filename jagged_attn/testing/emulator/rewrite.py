@@ -18,6 +18,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from .buffer_ops import settled
 from .errors import EmulatorError, Verdict
 from .language import BUILTINS, LIBDEVICE, PTX_HELPERS, TLX, ModuleProxy, loop, triton_language
 from .machine import KERNEL_FILES
@@ -38,6 +39,7 @@ class Runtime:
     capture = staticmethod(capture)
     run_tasks = staticmethod(run_tasks)
     loop = staticmethod(loop)
+    settled = staticmethod(settled)
 
     @staticmethod
     def assign(value: Any) -> Any:
@@ -84,6 +86,26 @@ def _expression(source: str) -> ast.expr:
     return ast.parse(source, mode="eval").body
 
 
+def _stored(statements: list[ast.stmt]) -> list[str]:
+    """The names that statements assign."""
+    names = (n for s in statements for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return sorted({n.id for n in names})
+
+
+def _handing_on(loop: ast.For | ast.While, names: list[str]) -> list[ast.stmt]:
+    """A loop before which, and at whose end, the names that it assigns stand for values that it hands on."""
+
+    def settle() -> list[ast.stmt]:
+        lines = (f"try: {name} = __emu__.settled({name})\nexcept NameError: pass" for name in names)
+        made = [statement for line in lines for statement in ast.parse(line).body]
+        for part in (part for statement in made for part in ast.walk(statement)):
+            ast.copy_location(part, loop)
+        return made
+
+    loop.body += settle()
+    return [*settle(), loop]
+
+
 class _Rewriter(ast.NodeTransformer):
     """Rewrites one function."""
 
@@ -112,12 +134,20 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         return ast.Pass() if node.value is None else ast.Assign([node.target], node.value)
 
-    def visit_For(self, node: ast.For) -> ast.AST:
+    def visit_For(self, node: ast.For) -> Any:
         """Give dynamic loops Triton integers."""
+        names = _stored(node.body)
         self.generic_visit(node)
-        if call_name(node.iter) == "range":
-            node.iter = ast.Call(_expression("__emu__.loop"), [node.iter], [])
-        return node
+        if call_name(node.iter) != "range":
+            return node
+        node.iter = ast.Call(_expression("__emu__.loop"), [node.iter], [])
+        return _handing_on(node, names)
+
+    def visit_While(self, node: ast.While) -> Any:
+        """A loop that is dynamic."""
+        names = _stored(node.body)
+        self.generic_visit(node)
+        return _handing_on(node, names)
 
     def visit_With(self, node: ast.With) -> Any:
         """Turn ``async_tasks`` into functions and a call that runs them."""
@@ -132,21 +162,23 @@ class _Rewriter(ast.NodeTransformer):
                 ast.copy_location(part, node.items[0].context_expr)
         return [start, *body, end]
 
+    def _statements(self, nodes: list[ast.stmt]) -> list[ast.stmt]:
+        """What statements become, each one or several."""
+        made = [self.visit(node) for node in nodes]
+        return [new for part in made for new in (part if isinstance(part, list) else [part])]
+
     def _task(self, node: ast.stmt) -> list[ast.stmt]:
         if isinstance(node, ast.If):
             node.body = [new for old in node.body for new in self._task(old)]
             node.orelse = [new for old in node.orelse for new in self._task(old)]
             return [node]
         if not isinstance(node, ast.With) or not _is_with(node, "async_task"):
-            return [self.visit(node)]
+            return self._statements([node])
         call = node.items[0].context_expr
         assert isinstance(call, ast.Call)
         number, role = self.tasks, _role(node, self.tasks)
         self.tasks += 1
-        stored = {
-            n.id for s in node.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        names = sorted(stored)
+        names = _stored(node.body)
         arguments = ast.arguments(
             [],
             [ast.arg(n) for n in names],
@@ -156,7 +188,7 @@ class _Rewriter(ast.NodeTransformer):
             None,
             [_expression(f"__emu__.capture(lambda: {n})") for n in names],
         )
-        function = ast.FunctionDef(f"{TASK_NAME}{number}", arguments, [self.visit(s) for s in node.body], [])
+        function = ast.FunctionDef(f"{TASK_NAME}{number}", arguments, self._statements(node.body), [])
         add = ast.parse(f"__tasks.add({TASK_NAME}{number}, {role!r}, (), dict())").body[0]
         assert isinstance(add, ast.Expr)
         assert isinstance(add.value, ast.Call)

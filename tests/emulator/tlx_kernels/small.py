@@ -123,6 +123,8 @@ def held_operand(desc_a, desc_b, y, n, HOW: tl.constexpr, FAULT: tl.constexpr):
                     x = x.to(tl.bfloat16)
                 elif FAULT == "cast there and back":
                     x = x.to(tl.float32).to(tl.bfloat16)
+                elif FAULT == "cast further and back":
+                    x = x.to(tl.float32).to(tl.float64).to(tl.bfloat16)
                 elif FAULT == "written over":
                     tlx.local_store(a[0], tl.zeros((64, 64), dtype))
                     tlx.fence("async_shared")
@@ -132,6 +134,10 @@ def held_operand(desc_a, desc_b, y, n, HOW: tl.constexpr, FAULT: tl.constexpr):
                 if HOW == "unrolled":
                     for _ in tl.static_range(2):
                         acc = _add_product(x, b[0], acc)
+                elif HOW == "handed on":
+                    for _ in range(2):
+                        acc = _add_product(x, b[0], acc)
+                        x = x + x
                 elif FAULT == "changed in the loop":
                     for _ in range(2):
                         acc = _add_product(x + acc.to(tl.bfloat16), b[0], acc)
@@ -148,6 +154,15 @@ def held_operand(desc_a, desc_b, y, n, HOW: tl.constexpr, FAULT: tl.constexpr):
                 tlx.barrier_wait(a_empty[0], (i & 1) ^ 1)
                 tlx.barrier_expect_bytes(a_full[0], 64 * 64 * tlx.size_of(dtype))
                 tlx.async_descriptor_load(desc_a, a[0], [64 * i, 0], a_full[0])
+
+
+@triton.jit
+def shifted(y, FAULT: tl.constexpr):
+    """Whole numbers from shared memory, shifted with their sign."""
+    a = tlx.local_alloc((64,), tl.int32, 1)
+    cells = tl.arange(0, 64)
+    tlx.local_store(a[0], cells - 32)
+    tl.store(y + cells, tlx.local_load(a[0]) >> 1)
 
 
 @triton.jit
@@ -563,6 +578,7 @@ def bf16_arithmetic(a, b, out, n: tl.constexpr):
     tl.store(out + n + cells, x + y)
     tl.store(out + 2 * n + cells, (x.to(tl.float32) / 3.0).to(tl.bfloat16))
     tl.store(out + 3 * n + cells, tl.where(x > y, x, y))
+    tl.store(out + 4 * n + cells, x * 0.5)
 
 
 @triton.jit
