@@ -425,8 +425,9 @@ def test_a_failed_memory_process_is_reported_with_its_last_line(monkeypatch):
 
 
 def test_provenance_is_complete():
-    found = collect_provenance(CPU, ["--case", "self/*"], None)
-    assert found.command == "python -m jagged_attn.bench --case 'self/*'"
+    arguments = ["--case", "self/*", "--out", "/home/somebody/rows.csv", "--plot=/home/somebody/chart.png"]
+    found = collect_provenance(CPU, arguments, None)
+    assert found.command == "python -m jagged_attn.bench --case 'self/*' --out rows.csv --plot=chart.png"
     assert found.torch == torch.__version__
     assert found.driver == ""
     assert found.commit

@@ -57,13 +57,23 @@ def collect_provenance(device: torch.device, arguments: Sequence[str], commit: s
         driver=_run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         if on_gpu
         else "",
-        command=shlex.join(["python", "-m", "jagged_attn.bench", *arguments]),
+        command=command_line("python", "-m", "jagged_attn.bench", *arguments),
         commit=commit or _commit(),
         python=platform.python_version(),
         torch=torch.__version__,
         triton=_triton(),
         fa4=_flash_attention_4(),
     )
+
+
+def command_line(*words: str) -> str:
+    """A command as others would type it: files by their names, since their folders say where somebody works."""
+
+    def short(word: str) -> str:
+        option, equals, value = word.rpartition("=")
+        return option + equals + (Path(value).name if Path(value).is_absolute() else value)
+
+    return shlex.join(map(short, words))
 
 
 def _run(*command: str) -> str:

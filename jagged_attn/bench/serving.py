@@ -23,7 +23,6 @@ import argparse
 import copy
 import csv
 import json
-import shlex
 import subprocess
 import sys
 import time
@@ -50,7 +49,7 @@ from .arguments import (
     seed_number,
 )
 from .kunlun import reason_of
-from .provenance import Provenance, collect_provenance
+from .provenance import Provenance, collect_provenance, command_line
 from .serving_model import Form, PaddedScorer, Request, Scorer, Sizes, make_requests, packed, padded
 from .timing import compiled_throughout
 
@@ -334,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(asdict(_measure_here(options.child, options))))
         return 0
     provenance = collect_provenance(options.device, [], options.commit)
-    provenance = replace(provenance, command=shlex.join(["python", "-m", "jagged_attn.bench.serving", *given]))
+    provenance = replace(provenance, command=command_line("python", "-m", "jagged_attn.bench.serving", *given))
     print(_head(options, provenance), flush=True)
     figures: list[Figure] = []
     for name in options.contestants:
