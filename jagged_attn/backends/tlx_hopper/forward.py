@@ -231,15 +231,6 @@ def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E7
 
 
 @triton.jit
-def _handed_on(p, DTYPE: tl.constexpr, C: tl.constexpr):
-    """Weights for the next block's product: rounded, where registers are few; else rounded with the product.
-
-    Of weights that a loop hands on rounded, ptxas swaps the halves of each register and back in one of the groups.
-    """
-    return p.to(DTYPE) if C.act == "softmax" or mask_kind(C.mask) != "full" else p
-
-
-@triton.jit
 def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: tl.constexpr, C: tl.constexpr,
            MASKED: tl.constexpr):  # fmt: skip
     """Scores of block ``count`` while the tensor cores add the block before to the output."""
@@ -252,17 +243,17 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
     last, last_phase = ring(count - 1, C.v_stages)
     tlx.barrier_wait(v_full[last], last_phase)
-    acc = tlx.async_dot(p.to(v_tiles.dtype), v_tiles[last], acc)
+    acc = tlx.async_dot(p, v_tiles[last], acc)
     _pass_turn(g, C)
     s = tlx.async_dot_wait(1, s)
     _release(k_empty[buf], item, C)
-    p_new, alpha, m, l = _activated(s, m, l, scale, first_key, seen, v_tiles.dtype, C, MASKED)  # noqa: E741
+    p_new, alpha, m, l = _activated(s, m, l, scale, first_key, seen, p.dtype, C, MASKED)  # noqa: E741
     acc = tlx.async_dot_wait(0, acc)
     _release(v_empty[last], item, C)
     if C.act == "softmax":
         acc = acc * alpha[:, None]
     # Rounded after the wait: before it, ptxas may serialise the product that still reads the weights before these.
-    return acc, _handed_on(p_new, v_tiles.dtype, C), m, l
+    return acc, p_new.to(p.dtype), m, l
 
 
 @triton.jit
@@ -296,7 +287,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     p, _, m, l = _activated(  # noqa: E741
         s, m, l, scale, lo + (blocks - 1) * C.block_kv, seen, tlx.dtype_of(desc_o), C, CUT
     )
-    sums = (tl.zeros((_ROWS, C.dim), tl.float32), _handed_on(p, tlx.dtype_of(desc_o), C), m, l)
+    sums = (tl.zeros((_ROWS, C.dim), tl.float32), p.to(tlx.dtype_of(desc_o)), m, l)
     count += 1
 
     begin, end = unmasked_blocks(first_row, len_q, len_kv, lo, blocks, C.block_kv, _ROWS * C.groups, C.mask)
@@ -319,7 +310,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     tlx.barrier_arrive(q_empty[q_buf], 1)
     last, last_phase = ring(count - 1, C.v_stages)
     tlx.barrier_wait(v_full[last], last_phase)
-    acc = tlx.async_dot(p.to(v_tiles.dtype), v_tiles[last], acc)
+    acc = tlx.async_dot(p, v_tiles[last], acc)
     # The next item arrives under the last product.
     following = _receive(hand_out, turn + 1)
     # The store of the item before has read the staging tile.
