@@ -376,22 +376,17 @@ def chunks(lengths: Lengths) -> list[tuple[int, ...]]:
 
 def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> Prediction:
     """The forward kernel; with more runs than CTAs, the counter's zero is a launch of its own."""
-    few_keys = has_few_keys(workload.head_dim, workload.mask, sum(lengths.kv), len(lengths.kv))
+    rows_q, rows_kv, batch = sum(lengths.q), sum(lengths.kv), len(lengths.kv)
+    few_keys = has_few_keys(workload.head_dim, workload.mask, rows_kv, batch)
     config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask, few_keys)
-    run = _run_of(machine, workload, lengths, config) if few_keys else 1
+    entries = max_tiles(rows_q, batch, config.block_q) * workload.num_heads
+    run = forward_run(workload.kind, workload.head_dim, few_keys, rows_q, batch, entries, machine.processors)
     tile = Tile(config.block_kv, ROWS, config.groups, run, config.keys_in_flight)
     items = forward_items(workload, lengths, tile)
     workers = machine.processors * config.ctas_per_processor
     runs = [tuple(items[i : i + run]) for i in range(0, len(items), run)]
     times = {taken: _forward_time(machine, config, workload.activation, taken) for taken in set(runs)}
     return all_heads(machine, [times[taken] for taken in runs], workload.num_heads, workers, 0.0, counter=True)
-
-
-def _run_of(machine: Machine, workload: Workload, lengths: Lengths, config: ForwardConfig) -> int:
-    """Entries of a run of the forward."""
-    rows, batch = sum(lengths.q), len(lengths.kv)
-    items = max_tiles(rows, batch, config.block_q) * workload.num_heads
-    return forward_run(workload.kind, workload.head_dim, rows, batch, items, machine.processors)
 
 
 @lru_cache(maxsize=4096)

@@ -135,20 +135,24 @@ RUN = 4
 _RUNS_PER_PROCESSOR = 16
 
 
-def forward_run(kind: str, head_dim: int, rows_q: int, num_sequences: int, items: int, processors: int) -> int:
-    """``run`` of a call that ``has_few_keys``: more than 1 for cross attention in which keys mostly stay.
+def forward_run(
+    kind: str, head_dim: int, few_keys: bool, rows_q: int, num_sequences: int, items: int, processors: int
+) -> int:
+    """``run`` of a call: more than 1 for cross attention in which keys mostly stay.
 
-    They do if the mean sequence has queries for a tile and a half or more; and there have to be runs enough. Elsewhere
-    runs only part CTAs that read the same keys at a time, from the L2 cache. Of self-attention most tiles are of
-    sequences too long to stay where the mean one has two.
+    They do if they are few and the mean sequence has queries for a tile and a half or more; and there have to be runs
+    enough. Elsewhere runs only part CTAs that read the same keys at a time, from the L2 cache. Of self-attention most
+    tiles are of sequences too long to stay where the mean one has two.
 
     Args:
         kind: of the call, as in ``AttentionSpec``.
         head_dim: D, 64 or 128.
+        few_keys: ``has_few_keys`` of the call.
         rows_q: T_q.
         num_sequences: B.
         items: entries of the tile table times heads.
         processors: multiprocessors of the device.
     """
     has_tiles = 2 * rows_q >= 3 * num_sequences * _PAIR_FEW_KEYS[head_dim].block_q
-    return RUN if kind == "cross" and has_tiles and items >= RUN * _RUNS_PER_PROCESSOR * processors else 1
+    has_runs = items >= RUN * _RUNS_PER_PROCESSOR * processors
+    return RUN if kind == "cross" and few_keys and has_tiles and has_runs else 1

@@ -112,7 +112,6 @@ def _check(case: Case) -> None:
     gate = Gate(
         shared=_SHARED[config.ctas_per_processor],
         warps=4 + 4 * config.groups,
-        spills=0,
         registers=(config.registers,),
         contains=kinds,
         lacks=("cp_async", "tma_reduce"),

@@ -69,7 +69,9 @@ def take_ways(facts: dict[str, Any]) -> None:
     launch_backward.adds_up_dq = lambda *call: facts["adds_up_dq"]
     launch_forward.has_few_keys = lambda dim, mask, *call: mask == ja.Full() and (facts["few_keys"] or facts["run"] > 1)
     # Shared queries have no runs: an entry of theirs is a whole sequence.
-    launch_forward.forward_run = lambda kind, *call: 1 if kind == "broadcast_q" else facts["run"]
+    launch_forward.forward_run = lambda kind, dim, few_keys, *call: (
+        facts["run"] if few_keys and kind != "broadcast_q" else 1
+    )
 
 
 def draw_case(draw: random.Random, facts: dict[str, Any]) -> Case:

@@ -50,10 +50,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     num_queries, heads, dim = q.shape
     table = geometry.tables[0]
     processors = num_processors(q.device)
-    num_sequences, items, run = geometry.num_sequences, table.shape[0] * heads, 1
+    num_sequences, items = geometry.num_sequences, table.shape[0] * heads
     few_keys = has_few_keys(dim, spec.mask, k.shape[0], num_sequences)
-    if few_keys:
-        run = forward_run(spec.kind, dim, num_queries, num_sequences, items, processors)
+    run = forward_run(spec.kind, dim, few_keys, num_queries, num_sequences, items, processors)
     config, kernel = _plan(spec, num_queries if shared else None, few_keys, run)
     query_tiles = -(-num_queries // config.block_q) if shared else 1
     runs = -(-table.shape[0] // run) * heads * query_tiles
