@@ -18,14 +18,15 @@ _CONTAINS = ("wgmma", "tma_load", "tma_store", "tma_reduce", "setmaxnreg", "prox
 def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offsets="i64", sums=True):  # noqa: B008 - frozen
     queries, keys = (f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>" for rows in (64, 128))
     signature = {"desc_q": queries, "desc_k": keys, "desc_v": keys, "desc_do": queries}
-    signature |= {"desc_sum": f"tensordesc<fp32[1, 1, 64, {dim // 2}]>", "desc_dk": queries, "desc_dv": queries}
+    signature |= {"desc_sum": "tensordesc<fp32[1, 1, 64, 64]>", "desc_dk": queries, "desc_dv": queries}
     signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32", "slots": "*i32"}
     signature |= {"offsets_q": f"*{offsets}", "offsets_kv": f"*{offsets}"}
     signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
     constants = Constants(
         heads=4, group=group, dim=dim, mask=mask.code, act=act, fast_tanh=True, rows=64, keys=128,
-        stages=4 if dim == 64 else 2 if sums or act != "softmax" else 3, ds_stages=2, sums=sums, replicas=0,
+        stages=4 if dim == 64 else 2 if sums or act != "softmax" else 3, ds_stages=2, replicas=0,
+        dq="none" if not sums else "role" if dim == 64 else "groups", registers=208 if sums and dim == 64 else 240,
     )  # fmt: skip
     return Compilation(name, backward_kv, signature, {"C": constants}, 90)
 
@@ -91,7 +92,9 @@ def _compiled(name):
 @pytest.mark.parametrize(("wanted", "spills"), CONFIGURATIONS, ids=[c.name for c, _ in CONFIGURATIONS])
 def test_the_gradients_pass_their_gate(wanted, spills):
     found = _compiled(wanted.name)
-    gate = Gate(warps=12, spills=spills, registers=(24, 240), contains=_CONTAINS, lacks=("cp_async",))
+    # At D = 64 a role of four warps more makes dQ.
+    warps, registers = (16, (24, 72, 208)) if "D64" in wanted.name else (12, (24, 240))
+    gate = Gate(warps=warps, spills=spills, registers=registers, contains=_CONTAINS, lacks=("cp_async",))
     assert not gate.violations(found), "\n".join(gate.violations(found))
 
 
@@ -107,8 +110,10 @@ def test_the_warps_of_a_group_meet_around_each_tma_store(name):
     }
     pattern = "|".join(f"(?P<{kind}>{regex})" for kind, regex in kinds.items())
     events = [match.lastgroup for match in re.finditer(pattern, _compiled(name).ptx)]
-    # Both groups: dV, dK; reductions in the loop and after the last item; where tiles are passed by, by one or both.
-    assert events.count("store") == (10 if any(mask in name for mask in ("causal", "window", "blocks")) else 9)
+    # Both groups: dV, dK; reductions in the loop and after the last item; where tiles are passed by, by one or both. At
+    # D = 64 the role of dQ has the one reduction.
+    by_groups = 10 if any(mask in name for mask in ("causal", "window", "blocks")) else 9
+    assert events.count("store") == (5 if "D64" in name else by_groups)
     for i, event in enumerate(events):
         if event == "store":
             assert next(e for e in reversed(events[:i]) if e != "store") == "meet"

@@ -73,9 +73,10 @@ def _check(case: Case, schedule: Schedule = RANDOM, **more: Any) -> dict[str, to
     return got
 
 
-@pytest.mark.emulator(seeds=1, roles=("load", "gradients"))
-def test_right_under_every_policy(schedule):
-    _check(Case((130,), heads=(2, 1), mask=Causal(), extra_rows=3), schedule)
+@pytest.mark.emulator(seeds=1, roles=("load", "gradients", "query_gradients"))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_right_under_every_policy(schedule, dim):
+    _check(Case((130,), heads=(2, 1), dim=dim, mask=Causal(), extra_rows=3), schedule)
 
 
 EXTENTS = {
@@ -111,28 +112,32 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("apart", [False, True])
+# Who makes dQ: a role of its own, at head dim 64; the groups, at 128; a kernel of its own.
+MAKERS = {"role": {"dim": 64}, "groups": {"dim": 128}, "kernel": {"apart": True}}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", EXTENTS)
-def test_extents(name, apart):
-    _check(replace(EXTENTS[name], apart=apart))
+def test_extents(name, maker):
+    _check(replace(EXTENTS[name], **MAKERS[maker]))
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(name, apart):
-    _check(replace(MASKS[name], apart=apart))
+def test_masks(name, maker):
+    _check(replace(MASKS[name], **MAKERS[maker]))
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", FACTORS)
-def test_factors(name, apart):
-    _check(replace(FACTORS[name], apart=apart))
+def test_factors(name, maker):
+    _check(replace(FACTORS[name], **MAKERS[maker]))
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_activations(name, apart):
-    _check(Case((70, 9), activation=name, apart=apart))
+def test_activations(name, maker):
+    _check(Case((70, 9), activation=name, **MAKERS[maker]))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +188,11 @@ def test_dq_apart_means_the_same_bits_in_any_order(asked):
 )  # fmt: skip
 def test_which_calls_add_dq_up(mask, dim, rows_kv, adds_up):
     assert adds_up_dq(dim, mask, rows_kv, 4) is adds_up
+
+
+def test_the_statistics_of_many_sequences():
+    # More than are tried at once for the sequence of a block of row statistics, empty ones among them.
+    _check(Case((1, 0, 2, 66, 0, 0, 1) * 30, extra_rows=3))
 
 
 def test_far_more_processors_than_items():

@@ -60,7 +60,8 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         ),
     },
     "backward": {
-        "sums": lambda: _backward((257, 5, 64, 130)),
+        "a role makes dQ": lambda: _backward((257, 5, 64, 130)),
+        "the groups make dQ": lambda: _backward((257, 5, 64, 130), dim=128),
         "element-wise": lambda: _backward((200, 5), activation="silu", dim=128),
         "without sums": lambda: _backward((257, 5), deterministic=True),
         # Keys that no query sees, whose tile both groups pass by, and buffers that are used again after it.
@@ -69,6 +70,7 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         ),
         # The second group passes by from the first tile to the last.
         "few keys": lambda: _backward((30, 20, 10, 5), processors=1),
+        "few keys, the groups": lambda: _backward((30, 20, 10, 5), dim=128, processors=1),
         "window, without sums": lambda: _backward(
             (257, 5), mask=SlidingWindow(70, 5), deterministic=True, processors=1
         ),
@@ -129,7 +131,9 @@ EQUIVALENT = {
     "backward | wait dropped | _pass_by: barrier_wait(q_full) #0": _APART,
     "backward | wait dropped | _pass_by: barrier_wait(do_full) #0": _APART,
     "backward | arrival too early | _gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
-    "backward | wait dropped | _pass_by: barrier_wait(ds_empty) #0": _IMPLIED,
+    "backward | arrival too early | _query_gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
+    "backward | arrival too early | _query_gradients: barrier_arrive(k_empty) #0": "the load that it lets in is of "
+    "an item handed out when this one had been done with",
     "backward | arrival too early | _pass_by: barrier_arrive(tile_empty) #0": "the tile has not been read",
     "backward | arrival too early | _dq_of: barrier_arrive(ds_empty) #0": _IMPLIED,
     "queries | arrival too early | _sum: barrier_arrive(item_empty) #0": "it is filled again when the queries after it "

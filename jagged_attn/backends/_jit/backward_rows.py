@@ -24,18 +24,24 @@ def first_block(start, b, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr):
-    """The sequence, or B for the rows of none, to which a block of the row statistics belongs, by bisection."""
-    low = num_sequences * 0
-    high = num_sequences
-    while low < high:
-        middle = (low + high + 1) // 2
-        start, _ = sequence_rows(offsets_q, middle, num_sequences, total_q)
-        if first_block(start, middle, BLOCK) <= block:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _sequence_of_block(block, offsets_q, num_sequences, total_q, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr = 128):
+    """The sequence, or B for the rows of none, to which a block of the row statistics belongs.
+
+    AT_ONCE sequences are tried together: reads that wait for one another took longer than all else in the kernel.
+    """
+    first = num_sequences * 0
+    number = num_sequences + 1
+    while number > 1:
+        step = (number + AT_ONCE - 1) // AT_ONCE
+        b = first + tl.arange(0, AT_ONCE) * step
+        ok = b < first + number
+        start = tl.load(offsets_q + b, mask=ok, other=0).to(tl.int64)
+        start = tl.minimum(tl.maximum(start, 0), total_q)
+        before = tl.sum((ok & (first_block(start, b, BLOCK) <= block)).to(tl.int32), 0)
+        steps = tl.maximum(before - 1, 0) * step
+        first += steps
+        number = tl.minimum(number - steps, step)
+    return first
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q"])

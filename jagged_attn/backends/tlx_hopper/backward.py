@@ -3,13 +3,15 @@
 
 ``backward_kv`` keeps a tile of 128 keys, streams the queries that see it, and adds each query tile's share of dQ to an
 fp32 sum in global memory; or leaves dQ to ``backward_queries``, where keys are few or a call must be repeatable, which
-the order of additions is not. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta
+the order of additions is not. At head dim 64 a role of its own makes dQ; at 128, where the groups need its registers,
+they do. The factor ``out_scale`` is left out of all scores' gradients until the end: the delta
 handed in is divided by it, and dQ, dK and dV are multiplied by it once.
 
     dV = c P^T dO     dS = P (dO V^T - delta / c)     dK = c scale dS^T Q     dQ = c scale dS K     (c = out_scale)
 
 ``C`` is a ``Constants``: heads, group, dim, mask, act, fast_tanh; rows and keys of a tile of queries and of keys;
-stages and ds_stages of the rings; sums and replicas (see the kernel).
+stages and ds_stages of the rings; registers of a group; dq, who makes it here: "groups", "role" or "none"; replicas
+(see the kernel).
 """
 
 import triton
@@ -30,6 +32,18 @@ from .._jit.tlx import tlx
 
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
+
+
+@triton.constexpr_function
+def _holds_factors(dim, dq, act):
+    """Whether a group has the registers for the factors of dP in fp32: it spares unpacking them."""
+    return dim == 64 or (dq == "none" and act == "softmax")
+
+
+@triton.constexpr_function
+def _ways_out(dim):
+    """Buffers through which dV and dK of a group leave: one each where there is room."""
+    return 128 // dim
 
 
 @triton.jit
@@ -98,9 +112,9 @@ def _load(desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, 
 
 @triton.jit
 def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.constexpr):
-    """From scores ``[keys, queries]``: the activated scores, and the factor of dP in their gradient; both rounded.
+    """From scores ``[keys, queries]``: the activated scores, rounded, and the factor of dP in their gradient.
 
-    They are rounded here, not where they are used, for the registers. Keys and queries past the end are not masked:
+    The factor is rounded where registers would not hold it. Keys and queries past the end are not masked:
     they are rows of zeros, whose scores of 0 give finite numbers, to be multiplied by such a row or not to be stored.
     """
     query_lo, query_hi, all_lo, all_hi = seen[0], seen[1], seen[2], seen[3]
@@ -110,8 +124,8 @@ def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.co
         if mask_kind(C.mask) != "full":  # noqa: SIM102 - one is decided when this is compiled
             if (first_query < all_lo) | (first_query + C.rows > all_hi):
                 p = masked(p, first_query, query_lo, query_hi, 1, 1, C.rows, C.mask)
-        p = p.to(DTYPE)
-        return p, p
+        rounded = p.to(DTYPE)
+        return rounded, p if _holds_factors(C.dim, C.dq, C.act) else rounded
     else:
         x = s * scale
         p = activate(x, C.act, C.fast_tanh)
@@ -120,22 +134,27 @@ def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.co
         if mask_kind(C.mask) != "full":
             p = masked(p, first_query, query_lo, query_hi, 1, 1, C.rows, C.mask)
             factor = masked(factor, first_query, query_lo, query_hi, 1, 1, C.rows, C.mask)
-        return p.to(DTYPE), factor.to(DTYPE)
+        return p.to(DTYPE), factor if _holds_factors(C.dim, C.dq, C.act) else factor.to(DTYPE)
 
 
 @triton.jit
-def _add_dq(desc_sum, dq_tiles, dq, where, g: tl.constexpr, D: tl.constexpr):
-    """Add this group's columns of a query tile's dQ to the sum in global memory; ``where`` is from ``_where``."""
-    tlx.local_store(dq_tiles[g], dq)
+def _add(desc_sum, tile, dq, at):
+    """Add a query tile's dQ, 64 columns of it, to the sum in global memory."""
+    tlx.local_store(tile, dq)
     tlx.fence("async_shared")
-    at = [where[0], where[1], where[2], where[3] + g * (D // 2)]
-    tlx.async_descriptor_store(desc_sum, dq_tiles[g], at, store_reduce="add")
+    tlx.async_descriptor_store(desc_sum, tile, at, store_reduce="add")
+
+
+@triton.jit
+def _add_columns(desc_sum, dq_tiles, dq, where, g: tl.constexpr, C: tl.constexpr):
+    """Add this group's columns of a query tile's dQ; ``where`` is from ``_where``."""
+    _add(desc_sum, dq_tiles[g], dq, [where[0], where[1], where[2], where[3] + g * (C.dim // 2)])
 
 
 @triton.jit
 def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_sum, memory, DTYPE: tl.constexpr,
           C: tl.constexpr):  # fmt: skip
-    """A tile of queries: its share of dK and dV, and dS; and under that the dQ of the tile before, ``last``."""
+    """A tile of queries: its share of dK and dV, and dS; under that the groups' dQ of the tile before, ``last``."""
     trip, trips, count, turn = step
     tiles, rows, exchange, loads = memory
     q_tiles, do_tiles, k_tiles, v_tile = tiles
@@ -153,7 +172,7 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     last_buf, last_phase = ring(count + (C.ds_stages - 1), C.ds_stages)
     tlx.barrier_wait(q_full[buf], phase)
     s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
-    if C.sums:
+    if C.dq == "groups":
         if count > 0:
             tlx.barrier_wait(ds_full[last_buf], last_phase ^ 1)
         dq = tlx.async_dot(
@@ -168,24 +187,24 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     else:
         lse_row = tl.zeros([C.rows], tl.float32)
     p, factor = _weights(s, lse_row, first_query, seen, scale, DTYPE, C)
-    if C.sums or PARK:
+    if C.dq != "none" or PARK:
         own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
     if PARK:
-        if C.sums:
+        if C.dq != "none":
             tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
         tlx.local_store(own_ds, factor)
     tlx.barrier_wait(do_full[buf], phase)
     if trip == 0:
         tlx.barrier_wait(v_full[0], turn & 1)
     dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
-    if C.sums:
+    if C.dq == "groups":
         tlx.async_descriptor_store_wait(0)
         dq = tlx.async_dot_wait(1, dq)
         if count > 0:
             tlx.barrier_arrive(ds_empty[last_buf], 1)
             if trip == 0:
                 tlx.barrier_arrive(k_empty[last[4]], 1)
-            _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
+            _add_columns(desc_sum, dq_tiles, dq, last, g, C)
     dv = tlx.async_dot(p, do_tiles[buf], dv)
     dp = tlx.async_dot_wait(1, dp)
     if trip == trips - 1:
@@ -195,7 +214,7 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     if PARK:
         factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
     ds = (factor.to(tl.float32) * dp).to(DTYPE)
-    if C.sums:
+    if C.dq != "none":
         if not PARK:
             tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
         tlx.local_store(own_ds, ds)
@@ -222,7 +241,7 @@ def _dq_of(g: tl.constexpr, count, last, desc_sum, memory, C: tl.constexpr):
     tlx.async_descriptor_store_wait(0)
     dq = tlx.async_dot_wait(0, dq)
     tlx.barrier_arrive(ds_empty[buf], 1)
-    _add_dq(desc_sum, dq_tiles, dq, last, g, C.dim)
+    _add_columns(desc_sum, dq_tiles, dq, last, g, C)
 
 
 @triton.jit
@@ -240,18 +259,25 @@ def _pass_by(g: tl.constexpr, step, last, desc_sum, memory, DTYPE: tl.constexpr,
         tlx.barrier_wait(v_full[0], turn & 1)
     if trip == trips - 1:
         tlx.barrier_arrive(v_empty[0], 1)
-    if C.sums:
-        ds_buf, ds_phase = ring(count, C.ds_stages)
+    if C.dq == "groups":  # noqa: SIM102 - one is decided when this is compiled
         if count > 0:
             _dq_of(g, count, last, desc_sum, memory, C)
             if trip == 0:
                 tlx.barrier_arrive(k_empty[last[4]], 1)
+    if C.dq != "none":
+        ds_buf, ds_phase = ring(count, C.ds_stages)
         tlx.barrier_wait(ds_empty[ds_buf], ds_phase ^ 1)
         own_ds = tlx.local_slice(ds_tiles[ds_buf], [g * HALF, 0], [HALF, C.rows])
         tlx.local_store(own_ds, tl.zeros([HALF, C.rows], DTYPE))
         tlx.fence("async_shared")
         tlx.barrier_arrive(ds_full[ds_buf], 1)
     tlx.barrier_arrive(tile_empty[buf], 1)
+
+
+@triton.jit
+def _first_row_of_sum(start_q, len_q, C: tl.constexpr):
+    """The row of the sum that the first query of an item is added to."""
+    return tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
 
 
 @triton.jit
@@ -291,9 +317,9 @@ def _tiles(g: tl.constexpr, count, turn, seen, item, last, scale, desc_sum, memo
 @triton.jit
 def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads,
                C: tl.constexpr):  # fmt: skip
-    """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if it is made.
+    """Group g's 64 keys: their dK and dV, and columns ``[g D/2, (g + 1) D/2)`` of the dQ of all 128, if groups make it.
 
-    The groups meet only in the ring of dS. The dQ of a query tile is made one tile late, under the next tile's
+    The groups meet only in the ring of dS. That dQ of a query tile is made one tile late, under the next tile's
     exponentials, so that neither waits for the other's dS; that of an item's last tile under the next item's first.
     """
     slots, item_full, item_empty = hand_out
@@ -301,6 +327,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     out_tiles = exchange[2]
     k_full, k_empty = loads[3], loads[4]
     HALF: tl.constexpr = C.keys // 2
+    WAYS_OUT: tl.constexpr = _ways_out(C.dim)
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
     count = 0
     turn = 0
@@ -309,7 +336,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     # Nobody's: it is dropped.
     last = _where(0, 0, (kv_head, len_q, begin, tl.maximum(n, 1), start_q), C)
     while n > 0:
-        rows_dq = tl.program_id(0) % C.replicas * len_q if C.replicas else start_q
+        rows_dq = _first_row_of_sum(start_q, len_q, C)
         seen = (tl.zeros([HALF], tl.int32), tl.zeros([HALF], tl.int32), 0, 0, 0, 0)
         if mask_kind(C.mask) != "full":
             own_key = first_key + g * HALF
@@ -333,7 +360,7 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
                 for trip in range(C.group * n):
                     _pass_by(g, (trip, C.group * n, count + trip, turn), last, desc_sum, memory, DTYPE, C)
                     last = _where(trip, turn, item, C)
-        if not C.sums:
+        if C.dq == "none":
             tlx.barrier_arrive(k_empty[k_buf], 1)
         count += C.group * n
         # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
@@ -344,20 +371,53 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
         turn += 1
         following = receive_queries(slots, item_full, turn)
         following_keys = receive_keys(slots, turn)
-        # Everything leaves through one buffer: what went before has been read from it.
+        # What went before has been read from these buffers.
         tlx.async_descriptor_store_wait(0)
-        tlx.local_store(out_tiles[g], (dv * out_scale).to(DTYPE))
+        dv_tile, dk_tile = out_tiles[g * WAYS_OUT], out_tiles[g * WAYS_OUT + WAYS_OUT - 1]
+        tlx.local_store(dv_tile, (dv * out_scale).to(DTYPE))
         tlx.fence("async_shared")
-        tlx.async_descriptor_store(desc_dv, out_tiles[g], at)
-        tlx.async_descriptor_store_wait(0)
-        tlx.local_store(out_tiles[g], (dk * (scale * out_scale)).to(DTYPE))
+        tlx.async_descriptor_store(desc_dv, dv_tile, at)
+        if WAYS_OUT == 1:
+            tlx.async_descriptor_store_wait(0)
+        tlx.local_store(dk_tile, (dk * (scale * out_scale)).to(DTYPE))
         tlx.fence("async_shared")
-        tlx.async_descriptor_store(desc_dk, out_tiles[g], at)
+        tlx.async_descriptor_store(desc_dk, dk_tile, at)
         kv_head, start_q, len_q, begin, n = following
         start_kv, len_kv, first_key = following_keys
-    if C.sums:  # noqa: SIM102 - one is decided when this is compiled
+    if C.dq == "groups":  # noqa: SIM102 - one is decided when this is compiled
         if count > 0:
             _dq_of(g, count, last, desc_sum, memory, C)
+    tlx.async_descriptor_store_wait(0)
+
+
+@triton.jit
+def _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C: tl.constexpr):
+    """The role of dQ: from the dS of both groups that of each tile of queries."""
+    slots, item_full, item_empty = hand_out
+    k_tiles = tiles[2]
+    ds_tiles, dq_tiles, _, ds_full, ds_empty = exchange
+    k_empty = loads[4]
+    count = 0
+    turn = 0
+    kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
+    while n > 0:
+        item = (kv_head, len_q, begin, n, _first_row_of_sum(start_q, len_q, C))
+        for trip in range(C.group * n):
+            buf, phase = ring(count, C.ds_stages)
+            at = _where(trip, turn, item, C)
+            # The keys are there, too: dS was made from them.
+            tlx.barrier_wait(ds_full[buf], phase)
+            dq = tlx.async_dot(tlx.local_trans(ds_tiles[buf]), k_tiles[turn % 2])
+            # The tile before the last has been read from its buffer.
+            tlx.async_descriptor_store_wait(1)
+            dq = tlx.async_dot_wait(0, dq)
+            tlx.barrier_arrive(ds_empty[buf], 1)
+            _add(desc_sum, dq_tiles[count % 2], dq, [at[0], at[1], at[2], at[3]])
+            count += 1
+        tlx.barrier_arrive(k_empty[turn % 2], 1)
+        tlx.barrier_arrive(item_empty[turn % 2], 1)
+        turn += 1
+        kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
     tlx.async_descriptor_store_wait(0)
 
 
@@ -367,7 +427,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
                 C: tl.constexpr):  # fmt: skip
     """dK and dV: persistent, a work item is a key tile of a key head.
 
-    With ``sums``, dQ / (scale out_scale) is added to a sum in global memory; without, it is not made. With ``replicas``
+    Unless ``dq`` is "none", dQ / (scale out_scale) is added to a sum in global memory. With ``replicas``
     the queries are shared by all sequences: ``offsets_q`` are those of dO, and dQ is added to one of that many sums, so
     that few CTAs add to the same rows. In the loop over queries the groups free buffers thread by thread: an arrival
     for all would make their warps meet twice each time.
@@ -378,24 +438,28 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     | k_full, v_full | 1 + bytes | load, once an item | both gradient groups |
     | tile_empty | 2 × 128 | both groups, after dK, the last product of a tile of Q and dO | load |
     | k_empty | 2 × 128 | both groups, after the item's last dQ, under the next one's first tile | load |
+    | k_empty | 128 | the role of dQ, after the item's last dQ | load |
     | v_empty | 2 × 128 | both groups, after the item's last dP | load |
-    | ds_full | 2 × 128 | both groups, each with its half of the keys | both groups, before dQ |
-    | ds_empty | 2 × 128 | both groups, after dQ | both groups, before they store the next dS |
-    | item_full | 1 | load, when the slot holds an item | both groups |
-    | item_empty | 2 | both groups, when its slot has been read for the last time | load |
+    | ds_full | 2 × 128 | both groups, each with its half of the keys | who makes dQ |
+    | ds_empty | 2 × 128, 128 | who makes dQ, after it | both groups, before they store the next dS |
+    | item_full | 1 | load, when the slot holds an item | all others |
+    | item_empty | 2, 3 | all others, when its slot has been read for the last time | load |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     k_tiles = tlx.local_alloc((C.keys, C.dim), DTYPE, 2)
     v_tile = tlx.local_alloc((C.keys, C.dim), DTYPE, 1)
     q_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
-    HALF: tl.constexpr = C.dim // 2
-    # dQ, dV and dK leave through one buffer of each group.
+    MAKERS: tl.constexpr = 1 if C.dq == "role" else 2
+    # At head dim 128 all leaves through one buffer of each group.
     way_out = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
-    dq_tiles = tlx.local_alloc((C.rows, HALF), tl.float32, 2, reuse=way_out)
-    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2, reuse=way_out)
+    out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2 * _ways_out(C.dim), reuse=way_out)
+    if C.dq == "role":
+        dq_tiles = tlx.local_alloc((C.rows, C.dim), tl.float32, 2)
+    else:
+        dq_tiles = tlx.local_alloc((C.rows, C.dim // 2), tl.float32, 2, reuse=way_out)
     ds_tiles = out_tiles  # not read
-    if C.sums or C.act != "softmax":
+    if C.dq != "none" or C.act != "softmax":
         ds_tiles = tlx.local_alloc((C.keys, C.rows), DTYPE, C.ds_stages)
     lse_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
     delta_rows = tlx.local_alloc((C.rows,), tl.float32, C.stages)
@@ -403,14 +467,14 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     tile_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     do_full = tlx.alloc_barriers(C.stages)
     k_full = tlx.alloc_barriers(2)
-    k_empty = tlx.alloc_warp_barrier(2, 4, 2)
+    k_empty = tlx.alloc_warp_barrier(2, 4, MAKERS)
     v_full = tlx.alloc_barriers(1)
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     ds_full = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
-    ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
+    ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, MAKERS)
     item_full = tlx.alloc_barriers(2)
-    item_empty = tlx.alloc_barriers(2, 2)
-    if C.sums:
+    item_empty = tlx.alloc_barriers(2, 4 - MAKERS)
+    if C.dq == "groups":
         # The first dQ of all, which is dropped, reads the last buffer. Only dQ's wait before a dS guards that.
         tlx.local_store(ds_tiles[C.ds_stages - 1], tl.zeros([C.keys, C.rows], DTYPE))
         tlx.fence("async_shared")
@@ -425,5 +489,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _load(*for_load, C)
-        with tlx.async_task(num_warps=4, registers=240, replicate=2):
+        with tlx.async_task(num_warps=4, registers=C.registers, replicate=2):
             _gradients(tlx.async_task_replica_id(), *for_groups, C)
+        if C.dq == "role":
+            with tlx.async_task(num_warps=4, registers=72):
+                _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C)

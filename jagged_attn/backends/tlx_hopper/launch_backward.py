@@ -26,6 +26,10 @@ _STAGES_WITHOUT_DQ = {64: 4, 128: 3}
 # Tiles of K and V, in the kernel of dQ.
 _BLOCK_KEYS, _KEY_STAGES = 64, 3
 _DS_STAGES = 2
+# Who adds dQ up, by head dim, and registers of a group. At 128 a role of its own leaves the groups too few.
+_DQ_COLUMNS = 64
+_MAKER_OF_DQ = {64: "role", 128: "groups"}
+_REGISTERS = {"groups": 240, "role": 208, "none": 240}
 # Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
 _REPLICAS = 16
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.
@@ -48,6 +52,7 @@ class _Kernels:
 @lru_cache(maxsize=1024)
 def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
     shared, dim = spec.kind == "broadcast_q", spec.head_dim
+    dq = _MAKER_OF_DQ[dim] if sums else "none"
     # An element-wise activation parks factors in the tiles of dS.
     stages = (_STAGES if sums or not spec.has_softmax else _STAGES_WITHOUT_DQ)[dim]
     around = {
@@ -59,7 +64,7 @@ def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
         "act": spec.activation[0], "fast_tanh": on_gpu,
     }  # fmt: skip
     keys = Constants(
-        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, sums=sums,
+        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, registers=_REGISTERS[dq], dq=dq,
         replicas=_REPLICAS if shared else 0,
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
@@ -180,7 +185,7 @@ def _launch_keys(
         ragged_map(call.k, BLOCK_KV, dim),
         ragged_map(call.v, BLOCK_KV, dim),
         ragged_map(call.dout, BLOCK_Q, dim),
-        ragged_map(dq_sum, BLOCK_Q, dim // 2),
+        ragged_map(dq_sum, BLOCK_Q, _DQ_COLUMNS),
         ragged_map(call.dk, BLOCK_KV // 2, dim),
         ragged_map(call.dv, BLOCK_KV // 2, dim),
     )
