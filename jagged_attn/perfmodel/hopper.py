@@ -83,6 +83,8 @@ FORWARD_WORK = {
 class Forward(HandOut):
     """``forward.forward``: one CTA."""
 
+    SLOTS_ARE_SHARED = True
+
     def __init__(self, sm: Processor, config: ForwardConfig, act: str, items: Sequence[ForwardItem], cta: int) -> None:
         self.sm, self.c, self.items, self.cta = sm, config, items, cta
         self.work = FORWARD_WORK[act, config.block_kv]
@@ -287,6 +289,7 @@ KEYS_WORK = {
 class Keys(HandOut):
     """``backward.backward_kv`` at D = 128: two tiles of Q, dO and dS in flight; with ``sums`` of dQ, or without."""
 
+    SLOTS_ARE_SHARED = True
     KEYS = 128
 
     def __init__(self, sm: Processor, act: str, items: Sequence[KeysItem], sums: bool = True) -> None:
@@ -373,7 +376,8 @@ class Keys(HandOut):
             yield dq
             if count:
                 sent = yield from self._dq_made(count, trip, turn, item)
-        yield from sm.compute(work.unpack)
+        if self.sums or work.parked:
+            yield from sm.compute(work.unpack)
         dv = self._full(g)
         yield dp
         if trip == item.tiles - 1:
@@ -499,6 +503,7 @@ QUERIES_WEIGHTS = {
 class Queries(HandOut):
     """``backward_queries.backward_q`` at D = 128: the queries of two items, three tiles of K and V in flight."""
 
+    SLOTS_ARE_SHARED = True
     STAGES = 3
     GRADIENT = Work(fma=64, alu=18, other=60)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from .machine import Machine
 
@@ -321,7 +321,10 @@ class HandOut:
         sm: the processor.
         item_full: the load role has published an item.
         item_empty: the others have read it.
+        SLOTS_ARE_SHARED: the slots are in shared memory, not in global memory.
     """
+
+    SLOTS_ARE_SHARED: ClassVar[bool] = False
 
     sm: Processor
     item_full: Barrier
@@ -336,7 +339,8 @@ class HandOut:
     def _read_item(self, turn: int) -> Role:
         """Read an item, and keep its slot."""
         yield self.item_full.wait(turn)
-        yield self.sm.pause(self.sm.machine.global_latency)
+        machine = self.sm.machine
+        yield self.sm.pause(machine.shared_latency if self.SLOTS_ARE_SHARED else machine.global_latency)
 
     def _receive(self, turn: int) -> Role:
         """Read an item, and free its slot."""

@@ -19,7 +19,7 @@ def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offs
     queries, keys = (f"tensordesc<{dtype}[1, 1, {rows}, {dim}]>" for rows in (64, 128))
     signature = {"desc_q": queries, "desc_k": keys, "desc_v": keys, "desc_do": queries}
     signature |= {"desc_sum": "tensordesc<fp32[1, 1, 64, 64]>", "desc_dk": queries, "desc_dv": queries}
-    signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32", "slots": "*i32"}
+    signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32"}
     signature |= {"offsets_q": f"*{offsets}", "offsets_kv": f"*{offsets}"}
     signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
@@ -35,7 +35,7 @@ def _queries(name, dim=128, mask=Full(), act="softmax"):  # noqa: B008 - frozen
     signature = dict.fromkeys(
         ("desc_q", "desc_k", "desc_v", "desc_do", "desc_dq"), f"tensordesc<bf16[1, 1, 64, {dim}]>"
     )
-    signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32", "slots": "*i32"}
+    signature |= {"row_stats": "*fp32", "table": "*i32", "counter": "*i32"}
     signature |= {"offsets_q": "*i64", "offsets_kv": "*i64"}
     signature |= dict.fromkeys(("num_sequences", "total_q", "total_kv", "items"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
@@ -71,12 +71,12 @@ CONFIGURATIONS = [
     (_main("D128"), 0),
     (_main("D128, int32 offsets", offsets="i32"), 0),
     (_main("D128, fp16", dtype="fp16"), 0),
-    (_main("D128, causal", mask=Causal()), 32),
-    (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 32),
-    (_main("D128, blocks", mask=BlockDiagonal(64)), 32),
+    (_main("D128, causal", mask=Causal()), 96),
+    (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 96),
+    (_main("D128, blocks", mask=BlockDiagonal(64)), 96),
     (_main("D128, grouped", group=4), 0),
-    (_main("D128, fast_gelu", act="fast_gelu"), 80),
-    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 32),
+    (_main("D128, fast_gelu", act="fast_gelu"), 152),
+    (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 104),
     (_main("D64", dim=64), 0),
     (_main("D64, fp16, causal", dim=64, dtype="fp16", mask=Causal()), 0),
     (_main("D64, fast_gelu", dim=64, act="fast_gelu"), 0),

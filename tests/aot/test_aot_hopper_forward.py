@@ -95,7 +95,7 @@ def _compiled(case: Case) -> Resources:
     rows, keys = (f"tensordesc<{case.dtype}[1, 1, {n}, {dim}]>" for n in (ROWS, config.block_kv))
     signature = {"desc_q": rows, "desc_k": keys, "desc_v": keys, "desc_o": rows, "out": f"*{case.dtype}"}
     signature |= {"lse": "*fp32", "offsets_q": "*i64", "offsets_kv": "*i64"}
-    signature |= dict.fromkeys(("table", "counter", "slots"), "*i32")
+    signature |= dict.fromkeys(("table", "counter"), "*i32")
     signature |= dict.fromkeys(("max_entries", "num_sequences", "num_queries", "total_kv", "query_tiles"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
     constants = Constants(

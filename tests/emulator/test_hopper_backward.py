@@ -48,7 +48,7 @@ def _run(
     want = reference.backward(*wide.values(), out, lse, geometry, spec)
     # Written once, each element; the descriptors are those of dK and dV. dQ begins as NaN.
     outputs = ("stats", "desc_dk", "desc_dv", "dq")
-    launch = Launch(schedule, HOUSE_RULES, outputs=outputs, scratch=("slots",), arch=90)
+    launch = Launch(schedule, HOUSE_RULES, outputs=outputs, arch=90)
     with pytest.MonkeyPatch.context() as patch, emulated_launches(launch):
         patch.setattr(launch_backward, "num_processors", lambda device: processors)
         patch.setattr(launch_backward, "adds_up_dq", lambda *call: not case.apart)

@@ -53,7 +53,7 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
     monkeypatch.setattr(launch_forward, "has_few_keys", lambda *_: few_keys or run > 1)
     monkeypatch.setattr(launch_forward, "forward_run", lambda *_: run)
-    launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"), scratch=("slots",))
+    launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"))
     with emulated_launches(launch) as reports:
         out, lse = launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
     want, want_lse = reference.forward(q.double(), k.double(), v.double(), Geometry(offsets_q, offsets_kv, ()), spec)

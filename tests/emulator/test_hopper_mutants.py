@@ -132,8 +132,6 @@ EQUIVALENT = {
     "backward | wait dropped | _pass_by: barrier_wait(do_full) #0": _APART,
     "backward | arrival too early | _gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
     "backward | arrival too early | _query_gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
-    "backward | arrival too early | _query_gradients: barrier_arrive(k_empty) #0": "the load that it lets in is of "
-    "an item handed out when this one had been done with",
     "backward | arrival too early | _pass_by: barrier_arrive(tile_empty) #0": "the tile has not been read",
     "backward | arrival too early | _dq_of: barrier_arrive(ds_empty) #0": _IMPLIED,
     "queries | arrival too early | _sum: barrier_arrive(item_empty) #0": "it is filled again when the queries after it "

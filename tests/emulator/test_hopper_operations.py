@@ -36,7 +36,7 @@ def test_both_operations(num_queries: int | None, deterministic: bool, monkeypat
     geometry = Geometry(offsets_q, offsets_kv, tuple(tables))
     for module in (launch_forward, launch_backward, launch_broadcast_q):
         monkeypatch.setattr(module, "num_processors", lambda device: 2)
-    with emulated_launches(Launch(Schedule("random", 0), HOUSE_RULES, arch=90, scratch=("slots",))):
+    with emulated_launches(Launch(Schedule("random", 0), HOUSE_RULES, arch=90)):
         out, lse = launch.forward(inputs.q, inputs.k, inputs.v, geometry, spec)
         grads = launch.backward(inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, geometry, spec)
     x, exact = inputs.to(torch.float64), dataclasses.replace(spec, dtype=torch.float64)

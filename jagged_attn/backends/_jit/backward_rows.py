@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from .jagged import partner_rows, sequence_rows
-from .rings import ITEM_SLOT, open_slot, slot_of
 from .scores import LOG2E, mask_kind, mask_opens, query_range
 
 
@@ -159,20 +158,3 @@ def first_query_of(trip, begin, tiles, GROUP: tl.constexpr, BM: tl.constexpr):
         return begin + trip * BM
     else:
         return begin + trip % tiles * BM
-
-
-@triton.jit
-def receive_queries(slots, item_full, turn):
-    """Head, and where the queries of this turn's item are; the last number is that of its tiles."""
-    slot = open_slot(slots, item_full, turn, ITEM_SLOT)
-    return (
-        tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
-        tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True),
-    )  # fmt: skip
-
-
-@triton.jit
-def receive_keys(slots, turn):
-    """Where the keys of this turn's item are, and its first row. The slot stays ours until ``item_empty``."""
-    slot = slot_of(slots, turn % 2, ITEM_SLOT)
-    return tl.load(slot + 5, volatile=True), tl.load(slot + 6, volatile=True), tl.load(slot + 7, volatile=True)

@@ -77,20 +77,6 @@ def find_tile(item, where, H: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def read_item(slot):
-    """The numbers of an item, from the slot in which ``publish`` put them."""
-    head = tl.load(slot, volatile=True)
-    start_out = tl.load(slot + 1, volatile=True)
-    len_q = tl.load(slot + 2, volatile=True)
-    first_row = tl.load(slot + 3, volatile=True)
-    start_kv = tl.load(slot + 4, volatile=True)
-    len_kv = tl.load(slot + 5, volatile=True)
-    lo = tl.load(slot + 6, volatile=True)
-    blocks = tl.load(slot + 7, volatile=True)
-    return head, start_out, len_q, first_row, start_kv, len_kv, lo, blocks
-
-
-@triton.jit
 def unmasked_blocks(first_row, len_q, len_kv, lo, blocks,
                     BN: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """The blocks ``[begin, end)`` before the last one that all rows of the tile see as a whole."""

@@ -4,7 +4,8 @@
 A work item is one entry of a tile table for one head: item ``w`` is head ``w % H`` of entry ``w // H``, so that the
 heads of a tile, which read the same rows, run side by side. The forward's items may come in runs of entries, one head
 after the other (``forward_items``). The load role takes items or runs from one counter of the launch and passes each
-item on through a slot in global memory, which every role can read, guarded by a ring of two barriers.
+item on through a slot, guarded by a ring of two barriers: in shared memory, ``pass_on`` and ``receive_numbers``; or in
+global memory, which two CTAs can read, ``publish`` and ``read_item``.
 """
 
 import triton
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from .tlx import tlx
 
-# Numbers that a load role hands over with an item, at most, and what the two slots of a CTA take.
+# Numbers that a load role hands over with an item, at most, and what the two slots of a CTA take in global memory.
 ITEM_SLOT = tl.constexpr(8)
 CTA_SLOTS = 2 * ITEM_SLOT.value
 # The extent of the ragged dimension in the maps of ``triton.tools.ragged_tma``.
@@ -68,11 +69,49 @@ def open_slot(slots, item_full, turn, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def read_item(slot):
+    """The eight numbers of an item, from the slot in which ``publish`` put them."""
+    return (
+        tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
+        tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True), tl.load(slot + 5, volatile=True),
+        tl.load(slot + 6, volatile=True), tl.load(slot + 7, volatile=True),
+    )  # fmt: skip
+
+
+@triton.jit
 def receive(slots, item_full, item_empty, turn):
     """The item that ``publish`` handed out at this turn as a single number."""
     item = tl.load(open_slot(slots, item_full, turn, 1), volatile=True)
     tlx.barrier_arrive(item_empty[turn % 2], 1)
     return item
+
+
+@triton.jit
+def pass_on(slots, item_full, item_empty, turn, numbers):
+    """``publish`` through shared memory: ``slots`` are two times ITEM_SLOT buffers of a number."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_empty[buf], phase ^ 1)
+    for i in tl.static_range(len(numbers)):
+        tlx.local_store(slots[buf * ITEM_SLOT + i], tl.full([1], numbers[i], tl.int32))
+    tlx.barrier_arrive(item_full[buf], 1)
+
+
+@triton.jit
+def receive_numbers(slots, item_full, turn, FIRST: tl.constexpr, END: tl.constexpr):
+    """The numbers ``[FIRST, END)`` of this turn's item, once they are there; see ``read_numbers``."""
+    buf, phase = ring(turn, 2)
+    tlx.barrier_wait(item_full[buf], phase)
+    return read_numbers(slots, turn, FIRST, END)
+
+
+@triton.jit
+def read_numbers(slots, turn, FIRST: tl.constexpr, END: tl.constexpr):
+    """The numbers ``[FIRST, END)`` of an item that has come; the slot is the reader's until it frees ``item_empty``."""
+    numbers = ()
+    for i in tl.static_range(FIRST, END):
+        number = tl.sum(tlx.local_load(slots[turn % 2 * ITEM_SLOT + i]), 0)
+        numbers = numbers + (number,)  # type: ignore[assignment]
+    return numbers
 
 
 @triton.jit

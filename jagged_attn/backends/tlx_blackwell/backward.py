@@ -17,17 +17,18 @@ end: delta comes divided by it, and dV, dK and dQ are multiplied by it once.
 import triton
 import triton.language as tl
 
-from .._jit.backward_rows import (
-    first_query_of,
-    key_item,
-    masked,
-    query_head,
-    query_ranges,
-    receive_keys,
-    receive_queries,
-)  # fmt: skip
+from .._jit.backward_rows import first_query_of, key_item, masked, query_head, query_ranges
 from .._jit.backward_shared import key_run, statistics
-from .._jit.rings import ITEM_SLOT, bulk_groups_done, next_item, publish, ragged, ring
+from .._jit.rings import (
+    ITEM_SLOT,
+    bulk_groups_done,
+    next_item,
+    open_slot,
+    publish,
+    ragged,
+    read_item,
+    ring,
+)  # fmt: skip
 from .._jit.scores import LOG2E, activate, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
 from .pairs import arrive
@@ -182,8 +183,9 @@ def receive(hand, turn, rank, C: tl.constexpr):
     Of a pair of CTAs, the first key is that of this CTA.
     """
     slots, item_full, item_empty = hand
-    kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
-    start_kv, len_kv, first_key = receive_keys(slots, turn)
+    kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = read_item(
+        open_slot(slots, item_full, turn, ITEM_SLOT)
+    )
     arrive(item_empty[turn % 2], C)
     return kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key + rank * C.keys
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda.inline_ptx_lib import _fma_f32x2
 
-from .._jit.forward_items import find_tile, read_item, unmasked_blocks, write_empty
-from .._jit.rings import ITEM_SLOT, open_slot, publish, ragged, ring
+from .._jit.forward_items import find_tile, unmasked_blocks, write_empty
+from .._jit.rings import ITEM_SLOT, open_slot, publish, ragged, read_item, ring
 from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
 from .pairs import arrive

@@ -23,10 +23,8 @@ from .._jit.backward_rows import (
     masked,
     query_head,
     query_ranges,
-    receive_keys,
-    receive_queries,
 )  # fmt: skip
-from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
+from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, read_numbers, receive_numbers, ring
 from .._jit.scores import LOG2E, activate, derivative, mask_kind, query_range
 from .._jit.tlx import tlx
 
@@ -51,7 +49,7 @@ def _take(number, turn, hand_out, where, C: tl.constexpr):
     """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics."""
     slots, item_full, item_empty = hand_out
     item = key_item(number, *where, C.heads // C.group, C.rows, C.keys, C.mask)
-    publish(slots, item_full, item_empty, turn, item[:8], ITEM_SLOT)
+    pass_on(slots, item_full, item_empty, turn, item[:8])
     return item
 
 
@@ -331,8 +329,8 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dk)
     count = 0
     turn = 0
-    kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
-    start_kv, len_kv, first_key = receive_keys(slots, turn)
+    kv_head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
+    start_kv, len_kv, first_key = read_numbers(slots, turn, 5, 8)
     # Nobody's: it is dropped.
     last = _where(0, 0, (kv_head, len_q, begin, tl.maximum(n, 1), start_q), C)
     while n > 0:
@@ -364,13 +362,13 @@ def _gradients(g: tl.constexpr, desc_sum, desc_dk, desc_dv, scale, out_scale, ha
             tlx.barrier_arrive(k_empty[k_buf], 1)
         count += C.group * n
         # Where the keys are is read now: kept from the start, it would cost registers in the loop above.
-        start_kv, len_kv, first_key = receive_keys(slots, turn)
+        start_kv, len_kv, first_key = read_numbers(slots, turn, 5, 8)
         at = ragged(start_kv, len_kv, first_key + g * HALF, kv_head * C.dim)
         # The next item arrives under the stores of this one, whose slot is free.
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         turn += 1
-        following = receive_queries(slots, item_full, turn)
-        following_keys = receive_keys(slots, turn)
+        following = receive_numbers(slots, item_full, turn, 0, 5)
+        following_keys = read_numbers(slots, turn, 5, 8)
         # What went before has been read from these buffers.
         tlx.async_descriptor_store_wait(0)
         dv_tile, dk_tile = out_tiles[g * WAYS_OUT], out_tiles[g * WAYS_OUT + WAYS_OUT - 1]
@@ -399,7 +397,7 @@ def _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C: tl.constexpr
     k_empty = loads[4]
     count = 0
     turn = 0
-    kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
+    kv_head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
     while n > 0:
         item = (kv_head, len_q, begin, n, _first_row_of_sum(start_q, len_q, C))
         for trip in range(C.group * n):
@@ -417,12 +415,12 @@ def _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C: tl.constexpr
         tlx.barrier_arrive(k_empty[turn % 2], 1)
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         turn += 1
-        kv_head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
+        kv_head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
     tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items"])
-def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row_stats, table, counter, slots,
+def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row_stats, table, counter,
                 offsets_q, offsets_kv, num_sequences, total_q, total_kv, items, scale, out_scale,
                 C: tl.constexpr):  # fmt: skip
     """dK and dV: persistent, a work item is a key tile of a key head.
@@ -472,6 +470,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     v_empty = tlx.alloc_warp_barrier(1, 4, 2)
     ds_full = tlx.alloc_warp_barrier(C.ds_stages, 4, 2)
     ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, MAKERS)
+    slots = tlx.local_alloc((1,), tl.int32, 2 * ITEM_SLOT)
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 4 - MAKERS)
     if C.dq == "groups":

@@ -9,9 +9,9 @@ computes is repeatable bit for bit, which sums in the order in which tiles end a
 import triton
 import triton.language as tl
 
-from .._jit.backward_rows import entry_of, first_block, masked, receive_keys, receive_queries
+from .._jit.backward_rows import entry_of, first_block, masked
 from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import ITEM_SLOT, next_item, publish, ragged, ring
+from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, read_numbers, receive_numbers, ring
 from .._jit.scores import LOG2E, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
 
@@ -48,7 +48,7 @@ def _take(number, items, turn, hand_out, where, C: tl.constexpr):
     """Look an item up and hand it to the groups; they need not know its block of the row statistics."""
     slots, item_full, item_empty = hand_out
     item = _query_item(number, items, where, C)
-    publish(slots, item_full, item_empty, turn, item[:8], ITEM_SLOT)
+    pass_on(slots, item_full, item_empty, turn, item[:8])
     return item
 
 
@@ -212,9 +212,9 @@ def _sum(g: tl.constexpr, desc_dq, scale, out_scale, hand_out, tiles, rows, load
     DTYPE: tl.constexpr = tlx.dtype_of(desc_dq)
     count = 0
     turn = 0
-    head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
+    head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
     while n > 0:
-        _, len_kv, first_query = receive_keys(slots, turn)
+        _, len_kv, first_query = read_numbers(slots, turn, 5, 8)
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         first_query += g * HALF
         q_buf, q_phase = _queries(turn, g)
@@ -232,12 +232,12 @@ def _sum(g: tl.constexpr, desc_dq, scale, out_scale, hand_out, tiles, rows, load
                 _pass_by(g, trip, turn, count + trip, loads, C)
         count += n
         turn += 1
-        head, start_q, len_q, begin, n = receive_queries(slots, item_full, turn)
+        head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
     tlx.async_descriptor_store_wait(0)
 
 
 @triton.jit(do_not_specialize=["num_sequences", "total_q", "total_kv", "items"])
-def backward_q(desc_q, desc_k, desc_v, desc_do, desc_dq, row_stats, table, counter, slots, offsets_q, offsets_kv,
+def backward_q(desc_q, desc_k, desc_v, desc_do, desc_dq, row_stats, table, counter, offsets_q, offsets_kv,
                num_sequences, total_q, total_kv, items, scale, out_scale, C: tl.constexpr):  # fmt: skip
     """dQ: persistent, a work item is a tile of queries of a head, half of it for each group.
 
@@ -263,6 +263,7 @@ def backward_q(desc_q, desc_k, desc_v, desc_do, desc_dq, row_stats, table, count
     k_full = tlx.alloc_barriers(C.stages)
     v_full = tlx.alloc_barriers(C.stages)
     keys_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
+    slots = tlx.local_alloc((1,), tl.int32, 2 * ITEM_SLOT)
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, 2)
     where = (table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)

@@ -16,8 +16,8 @@ the ``ForwardConfig``; mask, act, broadcast_q.
 import triton
 import triton.language as tl
 
-from .._jit.forward_items import find_tile, read_item, run_goes_on, unmasked_blocks, write_empty
-from .._jit.rings import ITEM_SLOT, next_item, open_slot, publish, ragged, ring
+from .._jit.forward_items import find_tile, run_goes_on, unmasked_blocks, write_empty
+from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, receive_numbers, ring
 from .._jit.scores import (
     LN2,
     LOG2E,
@@ -62,7 +62,7 @@ def _with_keys_that_stay(number, item, where, C: tl.constexpr):
 def _receive(hand_out, turn):
     """The item that the load role published at this turn."""
     slots, item_full, item_empty = hand_out
-    item = read_item(open_slot(slots, item_full, turn, ITEM_SLOT))
+    item = receive_numbers(slots, item_full, turn, 0, ITEM_SLOT)
     tlx.barrier_arrive(item_empty[turn % 2], 1)
     return item
 
@@ -74,7 +74,7 @@ def _take(number, turn, hand_out, where, C: tl.constexpr):
     item = find_tile(number, where, C.heads, C.block_kv, _ROWS * C.groups, C.mask, C.broadcast_q, C.run)
     if C.run > 1:
         item = _with_keys_that_stay(number, item, where, C)
-    publish(slots, item_full, item_empty, turn, item, ITEM_SLOT)
+    pass_on(slots, item_full, item_empty, turn, item)
     return item
 
 
@@ -378,7 +378,7 @@ def attend(g: tl.constexpr, desc_o, out, lse, where, scale, out_scale, hand_out,
 
 
 @triton.jit(do_not_specialize=["max_entries", "num_sequences", "num_queries", "total_kv"])
-def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_kv, counter, slots,
+def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_kv, counter,
             max_entries, num_sequences, num_queries, total_kv, query_tiles, scale, out_scale,
             C: tl.constexpr):  # fmt: skip
     """``out`` and ``lse`` of every entry of the table and every head; ``num_queries`` is T_q, or S of broadcast-Q.
@@ -402,6 +402,7 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     k_empty = tlx.alloc_warp_barrier(C.k_stages, 4, C.groups)
     v_full = tlx.alloc_barriers(C.v_stages)
     v_empty = tlx.alloc_warp_barrier(C.v_stages, 4, C.groups)
+    slots = tlx.local_alloc((1,), tl.int32, 2 * ITEM_SLOT)
     item_full = tlx.alloc_barriers(2)
     item_empty = tlx.alloc_barriers(2, C.groups)
     where = (table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries, total_kv, query_tiles)

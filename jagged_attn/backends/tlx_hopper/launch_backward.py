@@ -14,7 +14,6 @@ from .._jit.backward_rows import finish_dq, prepare_backward
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
-from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_gradients
 from .backward import backward_kv
 from .backward_queries import backward_q
@@ -210,10 +209,9 @@ def _launch_items(
 ) -> None:  # fmt: skip
     """Launch a kernel whose CTAs take items from ``counter``."""
     programs = min(num_processors(call.q.device), items)
-    slots = table.new_empty(CTA_SLOTS * programs)
     kernel.launch(
         programs,
-        (stats, table, counter, slots, call.offsets_q, call.offsets_kv),
+        (stats, table, counter, call.offsets_q, call.offsets_kv),
         (*call.sizes, items),
         (call.spec.scale, call.spec.out_scale),
         maps,

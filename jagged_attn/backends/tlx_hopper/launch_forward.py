@@ -11,7 +11,6 @@ from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
-from .._jit.rings import CTA_SLOTS
 from ..base import Geometry, new_outputs
 from .forward import forward as forward_kernel
 
@@ -61,10 +60,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     offsets_q = offsets_kv if geometry.offsets_q is None else geometry.offsets_q.contiguous()
     # With a CTA for each run the kernel does not read the counter, and zeros are a launch of their own.
     counter = table.new_zeros(1) if ctas < runs else table
-    slots = table.new_empty(CTA_SLOTS * ctas)
     kernel.launch(
         ctas,
-        (out, lse, table, offsets_q, offsets_kv, counter, slots),
+        (out, lse, table, offsets_q, offsets_kv, counter),
         (table.shape[0], num_sequences, num_queries, k.shape[0]),
         (query_tiles, spec.scale, spec.out_scale),
         (
