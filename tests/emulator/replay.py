@@ -57,7 +57,7 @@ def capture(run: Callable[[], Any], kernels: Sequence[Any], references: Sequence
     def record(kernel: Any, grid: Any, arguments: Any, launch: Launch, *_: Any) -> Report:
         if kernel not in kernels:
             return emulate(kernel, grid, arguments, launch)
-        case = Replay(kernel, grid, dict(arguments), {}, {}, launch, once)
+        case = Replay(kernel, grid, dict(arguments), {}, {}, launch, once=once)
         tensors = [name for name, x in arguments.items() if isinstance(x, torch.Tensor) or hasattr(x, "base")]
         case.before = {name: case.result(name).clone() for name in tensors}
         report = case.check(launch.schedule)

@@ -233,6 +233,11 @@ def verdict(mutant, seed, **case):
     return None
 
 
+@pytest.mark.parametrize("name", HUNTED)
+def test_without_a_fault_nothing_is_found(name):
+    check(Schedule("random", 0), **HUNTED[name])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -1,8 +1,10 @@
 """Teeth: every standard fault in the test kernels is found by the check meant for it, or is shown to be harmless."""
 
 import pytest
+import torch
 
 from jagged_attn.testing.emulator import hunt
+from jagged_attn.testing.emulator.checking import KernelCase
 from jagged_attn.testing.emulator.faults import standard_mutants
 
 from .test_emulator_kernels import SMALL
@@ -38,6 +40,30 @@ def test_mutant_is_found(name, mutant):
         assert not result.reported, f"{result.verdicts}: not equivalent after all"
     else:
         assert result.caught, f"expected one of {sorted(mutant.expected)}, got {result.verdicts}"
+
+
+def test_a_case_that_is_wrong_without_a_fault_proves_nothing():
+    case = SMALL["pair matmul"]()
+    next(iter(case.references.values())).add_(1.0)
+    with pytest.raises(ValueError, match="right without a fault, got VALUE on seed=3"):
+        hunt(case, standard_mutants(case.kernel)[0], seeds=[3])
+
+
+@pytest.mark.parametrize(
+    ("got", "error"),
+    [
+        ([2.0, float("-inf"), 1.0], 0.0),
+        ([2.0, float("-inf"), 1.2], 1.0),
+        ([2.0, float("inf"), 1.0], float("inf")),
+        ([2.0, 5.0, 1.0], float("inf")),
+        ([float("-inf"), float("-inf"), 1.0], float("inf")),
+        ([2.0, float("-inf"), float("nan")], float("inf")),
+    ],
+)
+def test_infinities_that_are_right_are_no_error_and_hide_none(got, error):
+    want = torch.tensor([2.0, float("-inf"), 1.0])
+    case = KernelCase(None, (1,), {"lse": torch.tensor(got)}, {"lse": want}, {"lse": 0.1})
+    assert case.error() == pytest.approx(error, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import test_hopper_broadcast_q as queries_stay
 import test_hopper_forward as forwards
 from replay import Replay, capture
 
-from jagged_attn.backends._jit.rings import open_slot, publish
+from jagged_attn.backends._jit.rings import pass_on, publish, receive_numbers
 from jagged_attn.backends.tlx_hopper.backward import backward_kv
 from jagged_attn.backends.tlx_hopper.backward_broadcast_q import backward_64, backward_128
 from jagged_attn.backends.tlx_hopper.backward_queries import backward_q
@@ -40,11 +40,11 @@ def _backward(lengths, kernel=backward_kv, processors=2, **facts) -> Replay:
     )
 
 
-def _broadcast_q(num_queries) -> Replay:
+def _broadcast_q(num_queries, chunk=8) -> Replay:
     case = queries_stay.problem(num_queries, queries_stay.SHORT, tail=3)
     outputs = ("desc_dk", "desc_dv", "desc_parts")
     kernels = (backward_64, backward_128)
-    return capture(lambda: case.run(ctas=1, chunk=8, outputs=()), kernels, references=outputs, once=outputs)
+    return capture(lambda: case.run(ctas=1, chunk=chunk, outputs=()), kernels, references=outputs, once=outputs)
 
 
 # By the kernel whose mutants they are for.
@@ -54,6 +54,20 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         "one CTA": lambda: _forward(lengths_q=(300, 1), heads=(1, 1), processors=1),
         "runs": lambda: _forward(
             kind="cross", lengths_q=(300, 200, 513), lengths_kv=(400, 129, 64), heads=(1, 1), run=4, processors=1
+        ),
+        "long runs": lambda: _forward(
+            kind="cross",
+            lengths_q=(900, 700, 513, 300),
+            lengths_kv=(250, 129, 64, 256),
+            heads=(1, 1),
+            run=4,
+            processors=2,
+        ),
+        "long": lambda: _forward(lengths_q=(1000, 900), heads=(1, 1), processors=1),
+        "window": lambda: _forward(lengths_q=(300, 130, 257), mask=SlidingWindow(150, 100), processors=1),
+        # Fewer tiles of K than of V in flight.
+        "broadcast-Q, head dim 128": lambda: _forward(
+            kind="broadcast_q", num_queries=100, lengths_q=(700, 300), lengths_kv=(700, 300), dim=128, processors=1
         ),
         "broadcast-Q": lambda: _forward(
             kind="broadcast_q", num_queries=100, lengths_q=(300, 5, 600), lengths_kv=(300, 5, 600), processors=1
@@ -88,13 +102,18 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
             processors=1,
         ),
     },
-    "broadcast-Q, 64": {"40": lambda: _broadcast_q(40), "20": lambda: _broadcast_q(20)},
-    "broadcast-Q, 128": {"100": lambda: _broadcast_q(100)},
+    "broadcast-Q, 64": {
+        "40": lambda: _broadcast_q(40),
+        "20": lambda: _broadcast_q(20),
+        "chunks of a tile": lambda: _broadcast_q(40, chunk=1),
+    },
+    "broadcast-Q, 128": {"100": lambda: _broadcast_q(100), "chunks of a tile": lambda: _broadcast_q(100, chunk=1)},
 }
 _case = functools.cache(lambda kernel, name: CASES[kernel][name]())
 _KERNELS = {
-    "forward": (forward, publish, open_slot), "backward": (backward_kv,), "queries": (backward_q,),
-    "broadcast-Q, 64": (backward_64,), "broadcast-Q, 128": (backward_128,),
+    "forward": (forward, pass_on, receive_numbers), "backward": (backward_kv, pass_on, receive_numbers),
+    "queries": (backward_q, pass_on, receive_numbers),
+    "broadcast-Q, 64": (backward_64, publish), "broadcast-Q, 128": (backward_128, publish),
 }  # fmt: skip
 # Functions that stand for an operation: its faults go to where they are called.
 _HELPERS = {"_release": "barrier_arrive"}
@@ -127,19 +146,26 @@ _IMPLIED = "a group that has stored a tile's dS is done with the dQ of the tile 
 _ONE_ACTOR = "it is for the threads of a task, which in the emulator is one actor"
 # Needed if a tile's Q and dO land more than a tile apart, in which no schedule that was tried has an error.
 _APART = "the other one's wait comes after the same two loads; 240 schedules"
+_BROUGHT = (
+    "it is filled again when the queries after it have been brought, for which those before it must have been freed, "
+    "under the tiles of this item"
+)
 EQUIVALENT = {
+    "forward | arrival too early | _pass_by: _release(k_empty) #0": "the block has not been read",
+    "forward | arrival too early | _attend_rows: barrier_arrive(q_empty) #0": "it moves past an unpacking",
     "backward | wait dropped | _pass_by: barrier_wait(q_full) #0": _APART,
     "backward | wait dropped | _pass_by: barrier_wait(do_full) #0": _APART,
     "backward | arrival too early | _gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
-    "backward | arrival too early | _query_gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",
     "backward | arrival too early | _pass_by: barrier_arrive(tile_empty) #0": "the tile has not been read",
     "backward | arrival too early | _dq_of: barrier_arrive(ds_empty) #0": _IMPLIED,
-    "queries | arrival too early | _sum: barrier_arrive(item_empty) #0": "it is filled again when the queries after it "
-    "have been brought, for which those before it must have been freed, under the tiles of this item",
+    "queries | arrival too early | _sum: barrier_arrive(item_empty) #0": _BROUGHT,
+    "queries | wait dropped | pass_on: barrier_wait(item_empty) #0": _BROUGHT,
     "queries | arrival too early | _pass_by: barrier_arrive(keys_empty) #0": "the tile has not been read",
     "broadcast-Q, 64 | named barrier dropped | _take_turns: named_barrier_wait() #0": _ONE_ACTOR,
     "broadcast-Q, 64 | named barrier dropped | _store: named_barrier_wait(name) #0": _ONE_ACTOR,
     "broadcast-Q, 128 | named barrier dropped | _take_halves: named_barrier_wait() #4": _ONE_ACTOR,
+    "broadcast-Q, 128 | wait dropped | publish: barrier_wait(item_empty) #0": "before it the dO of two runs after is "
+    "brought, whose buffer is given back under the next run, when its chunk has been read",
 }
 
 

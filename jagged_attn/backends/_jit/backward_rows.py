@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """What the TLX backwards share: row statistics, the sum of dQ, work items of key tiles, and the masks of their tiles.
 
-``prepare_backward`` lays out what the softmax needs a query row; ``finish_dq`` rounds the fp32 sum of dQ. Every role of
-a kernel between them counts the tiles of a work item with ``key_item``.
+``prepare_backward`` lays out what the softmax needs a query row; ``finish_dq`` rounds the fp32 sum of dQ. ``key_item``
+counts the tiles of a work item for all roles of a kernel between them.
 """
 
 import triton

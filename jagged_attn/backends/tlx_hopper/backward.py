@@ -28,6 +28,8 @@ from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, read_numbers, re
 from .._jit.scores import LOG2E, activate, derivative, mask_kind, query_range
 from .._jit.tlx import tlx
 
+# Registers of a thread of the role of dQ: with those of the groups and 24 of the load role's, all there are.
+_ROLE_REGISTERS = tl.constexpr(72)
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
 
@@ -46,7 +48,7 @@ def _ways_out(dim):
 
 @triton.jit
 def _take(number, turn, hand_out, where, C: tl.constexpr):
-    """Look an item up and hand it to the gradient groups; they need not know its block of the row statistics."""
+    """Look an item up and hand it to the other roles; they need not know its block of the row statistics."""
     slots, item_full, item_empty = hand_out
     item = key_item(number, *where, C.heads // C.group, C.rows, C.keys, C.mask)
     pass_on(slots, item_full, item_empty, turn, item[:8])
@@ -399,6 +401,7 @@ def _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C: tl.constexpr
     turn = 0
     kv_head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
     while n > 0:
+        tlx.barrier_arrive(item_empty[turn % 2], 1)
         item = (kv_head, len_q, begin, n, _first_row_of_sum(start_q, len_q, C))
         for trip in range(C.group * n):
             buf, phase = ring(count, C.ds_stages)
@@ -413,7 +416,6 @@ def _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C: tl.constexpr
             _add(desc_sum, dq_tiles[count % 2], dq, [at[0], at[1], at[2], at[3]])
             count += 1
         tlx.barrier_arrive(k_empty[turn % 2], 1)
-        tlx.barrier_arrive(item_empty[turn % 2], 1)
         turn += 1
         kv_head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
     tlx.async_descriptor_store_wait(0)
@@ -436,7 +438,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     | k_full, v_full | 1 + bytes | load, once an item | both gradient groups |
     | tile_empty | 2 × 128 | both groups, after dK, the last product of a tile of Q and dO | load |
     | k_empty | 2 × 128 | both groups, after the item's last dQ, under the next one's first tile | load |
-    | k_empty | 128 | the role of dQ, after the item's last dQ | load |
+    | k_empty | 128 | or the role of dQ, after the item's last dQ | load |
+    | k_empty | 2 × 128 | or, without dQ, both groups, after the item's last tile | load |
     | v_empty | 2 × 128 | both groups, after the item's last dP | load |
     | ds_full | 2 × 128 | both groups, each with its half of the keys | who makes dQ |
     | ds_empty | 2 × 128, 128 | who makes dQ, after it | both groups, before they store the next dS |
@@ -491,5 +494,5 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
         with tlx.async_task(num_warps=4, registers=C.registers, replicate=2):
             _gradients(tlx.async_task_replica_id(), *for_groups, C)
         if C.dq == "role":
-            with tlx.async_task(num_warps=4, registers=72):
+            with tlx.async_task(num_warps=4, registers=_ROLE_REGISTERS):
                 _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C)

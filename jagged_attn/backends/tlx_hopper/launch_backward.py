@@ -26,9 +26,10 @@ _STAGES_WITHOUT_DQ = {64: 4, 128: 3}
 _BLOCK_KEYS, _KEY_STAGES = 64, 3
 _DS_STAGES = 2
 # Who adds dQ up, by head dim, and registers of a group. At 128 a role of its own leaves the groups too few.
-_DQ_COLUMNS = 64
 _MAKER_OF_DQ = {64: "role", 128: "groups"}
 _REGISTERS = {"groups": 240, "role": 208, "none": 240}
+# Columns of dQ that are added at a time: all that the role makes, half of what the groups do.
+_DQ_COLUMNS = 64
 # Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
 _REPLICAS = 16
 # Rows of no sequence count as one more sequence; one block more lets the last sequence's empty tile be padding.

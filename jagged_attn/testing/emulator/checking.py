@@ -27,8 +27,9 @@ class KernelCase:
         grid: CTAs.
         arguments: Every argument by name.
         references: For each output argument, the right values.
-        tolerances: For each, the largest absolute error relative to the largest reference value.
+        tolerances: For each, the largest absolute error relative to the largest finite reference value.
         launch: Cluster, architecture, checks; its schedule and outputs are set by ``check``.
+        without_fault: What ``hunt`` has found without a fault, by seed and most steps.
     """
 
     kernel: Any
@@ -37,6 +38,7 @@ class KernelCase:
     references: Mapping[str, torch.Tensor]
     tolerances: Mapping[str, float]
     launch: Launch = field(default_factory=lambda: Launch(checks=HOUSE_RULES))
+    without_fault: dict[tuple[int, int], str | None] = field(default_factory=dict, repr=False)
 
     def check(self, schedule: Schedule, program: Program | None = None) -> Report:
         """Run under ``schedule``; every element of every output has to be written once, and be right.
@@ -53,14 +55,17 @@ class KernelCase:
         return report
 
     def error(self) -> float:
-        """Largest error in units of its tolerance; infinite where a result is not a number."""
+        """Largest error in units of its tolerance; infinite where a result is not a number, or infinite by mistake."""
         return max(self._error(name, want) for name, want in self.references.items())
 
     def _error(self, name: str, want: torch.Tensor) -> float:
         if not want.numel():
             return 0.0
-        got = self.result(name).double().cpu().reshape(want.shape)
-        worst = float((got - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-30))
+        got, want = self.result(name).double().cpu().reshape(want.shape), want.double()
+        # Infinities that are right are equal, which their difference is not.
+        off = torch.where(got == want, 0.0, (got - want).abs())
+        largest = torch.where(want.isfinite(), want.abs(), 0.0).max().clamp(min=1e-30)
+        worst = float(off.max() / largest)
         return worst / self.tolerances[name] if worst == worst else float("inf")
 
     def result(self, name: str) -> torch.Tensor:
@@ -99,12 +104,23 @@ class Hunt:
 
 
 def hunt(case: KernelCase, mutant: Mutant, seeds: Sequence[int] = range(8), max_steps: int = 20_000) -> Hunt:
-    """Run a mutant on random schedules until the check meant for it reports it."""
+    """Run a mutant on random schedules until the check meant for it reports it.
+
+    Raises:
+        ValueError: without the fault something is reported, too, so that the hunt would prove nothing.
+    """
     program = mutant.program()
     case = replace(case, launch=replace(case.launch, max_steps=max_steps))
     verdicts: list[str | None] = []
     for seed in seeds:
-        verdict = _verdict(lambda seed=seed: case.check(Schedule("random", seed), program))  # type: ignore[misc]
+        schedule = Schedule("random", seed)
+        if (seed, max_steps) not in case.without_fault:
+            case.without_fault[seed, max_steps] = _verdict(lambda at=schedule: case.check(at))  # type: ignore[misc]
+        if case.without_fault[seed, max_steps]:
+            raise ValueError(
+                f"case must be right without a fault, got {case.without_fault[seed, max_steps]} on {seed=}."
+            )
+        verdict = _verdict(lambda at=schedule: case.check(at, program))  # type: ignore[misc]
         verdicts.append(verdict)
         if verdict in {str(v) for v in mutant.expected}:
             break
