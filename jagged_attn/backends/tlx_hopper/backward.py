@@ -196,14 +196,7 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     tlx.barrier_wait(do_full[buf], phase)
     if trip == 0:
         tlx.barrier_wait(v_full[0], turn & 1)
-    own_v = tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim])
-    BEGINS: tl.constexpr = C.act == "softmax" and _holds_factors(C.dim, C.dq, C.act)
-    if BEGINS:
-        # The product begins with the rows' -delta, in the place of an addition for each score after it.
-        dp = tl.broadcast_to(tlx.local_load(delta_rows[buf])[None, :], [HALF, C.rows])
-        dp = tlx.async_dot(own_v, tlx.local_trans(do_tiles[buf]), dp)
-    else:
-        dp = tlx.async_dot(own_v, tlx.local_trans(do_tiles[buf]))
+    dp = tlx.async_dot(tlx.local_slice(v_tile[0], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(do_tiles[buf]))
     if C.dq == "groups":
         tlx.async_descriptor_store_wait(0)
         dq = tlx.async_dot_wait(1, dq)
@@ -216,8 +209,8 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     dp = tlx.async_dot_wait(1, dp)
     if trip == trips - 1:
         tlx.barrier_arrive(v_empty[0], 1)
-    if C.act == "softmax" and not BEGINS:
-        dp += tlx.local_load(delta_rows[buf])[None, :]
+    if C.act == "softmax":
+        dp -= tlx.local_load(delta_rows[buf])[None, :]
     if PARK:
         factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)
     ds = (factor.to(tl.float32) * dp).to(DTYPE)

@@ -150,7 +150,7 @@ def _tile(g: tl.constexpr, dq, trip, turn, count, first_key, seen, stats, scale,
     if mask_kind(C.mask) != "full":
         factor = masked(factor, first_key, seen[0], seen[1], 1, 0, C.keys, C.mask)
     dp = tlx.async_dot_wait(0, dp)
-    ds = (factor * (dp + delta_row[:, None])).to(DTYPE)
+    ds = (factor * (dp - delta_row[:, None])).to(DTYPE)
     dq = tlx.async_dot(ds, k_tiles[buf], dq)
     dq = tlx.async_dot_wait(0, dq)
     tlx.barrier_arrive(keys_empty[buf], 1)

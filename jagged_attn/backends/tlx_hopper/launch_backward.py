@@ -158,8 +158,8 @@ def _launch(call: _Call, out: Tensor, lse: Tensor) -> None:
     dq_sum = (q.new_zeros if sums else q.new_empty)((rows, heads, dim), dtype=torch.float32)
     counters = (q.new_empty if spec.has_softmax else q.new_zeros)((_COUNTERS, _APART), dtype=torch.int32)
     if spec.has_softmax:
-        # The kernels want -delta. Without an out_scale everything is 0 in the end; the sums need only be finite.
-        inverse_out_scale = -1.0 / spec.out_scale if spec.out_scale else 0.0
+        # Without an out_scale everything is 0 in the end; the sums need only be finite.
+        inverse_out_scale = 1.0 / spec.out_scale if spec.out_scale else 0.0
         kernels.prepare.launch(
             blocks * heads,
             (call.dout, out, lse, stats, counters, call.offsets_q),
