@@ -17,13 +17,7 @@ stages and ds_stages of the rings; registers of a group; dq, who makes it here: 
 import triton
 import triton.language as tl
 
-from .._jit.backward_rows import (
-    first_query_of,
-    key_item,
-    masked,
-    query_head,
-    query_ranges,
-)  # fmt: skip
+from .._jit.backward_rows import first_query_of, key_item, masked, query_head, query_ranges
 from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, read_numbers, receive_numbers, ring
 from .._jit.scores import LOG2E, activate, derivative, mask_kind, query_range
 from .._jit.tlx import tlx
@@ -452,7 +446,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     q_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     do_tiles = tlx.local_alloc((C.rows, C.dim), DTYPE, C.stages)
     MAKERS: tl.constexpr = 1 if C.dq == "role" else 2
-    # At head dim 128 all leaves through one buffer of each group.
+    # At head dim 128 all leaves through one buffer of each group, which at 64 would not be where dQ's is.
+    tl.static_assert(C.dq != "groups" or C.dim == 128)
     way_out = tlx.storage_alias_spec(storage=tlx.storage_kind.smem)
     out_tiles = tlx.local_alloc((C.keys // 2, C.dim), DTYPE, 2 * _ways_out(C.dim), reuse=way_out)
     if C.dq == "role":
