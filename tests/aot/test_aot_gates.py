@@ -1,6 +1,7 @@
 """Every configuration of the emulator's test kernels compiles for its GPU within its gate."""
 
 import functools
+from pathlib import Path
 
 import pytest
 from tlx_kernels.blackwell_attention import blackwell_attention
@@ -8,6 +9,7 @@ from tlx_kernels.hopper_attention import hopper_attention
 from tlx_kernels.matmul import matmul
 from tlx_kernels.pair_matmul import pair_matmul
 
+from jagged_attn.backends import tlx_blackwell
 from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel, count_instructions, parse_ptxas
 
 
@@ -127,3 +129,10 @@ def test_a_serialised_product_is_seen():
 
 def test_line_markers_are_not_instructions():
     assert count_instructions("\t.loc 1 2 3 // mapa.shared\n\tmapa.shared::cluster.u32 %r1;")["mapa"] == 1
+
+
+def test_the_blackwell_backend_stays_small():
+    folder = Path(tlx_blackwell.__path__[0])
+    lines = [line for file in folder.glob("*.py") for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) <= 2000
+    assert max(map(len, lines)) <= 100

@@ -437,8 +437,8 @@ def _await_turn(flag, first_query, own, first_key, len_q, len_kv, C: tl.constexp
     """Wait until all key tiles before this one have added to a query tile; return its own number.
 
     Key tiles are handed out in order, so the first of those that wait never waits itself. Below 0,
-    or past the last query, are tiles that see nothing and add zeros to what is not theirs. Of a pair
-    of CTAs, each takes its turns for its ``own`` queries.
+    or past the last query, are tiles that see nothing and add zeros to what is not theirs. Of two
+    CTAs of a pair, each takes its turns for its ``own`` queries.
     """
     lowest, _ = key_range(first_query, len_q, len_kv, C.mask)
     number = first_key // (C.ctas * C.keys) - lowest // (C.ctas * C.keys)
@@ -511,7 +511,8 @@ def reduce_dq(maps, turns, rank, scale, out_scale, tensor, dq_tiles, out_tiles, 
         sent = _epilogue(desc_dk, dk_tile, out_tiles, dk_full, dk_empty, turn & 1, sent, start_kv,
                          len_kv, first_key, kv_head * C.dim, scale * out_scale, C)  # fmt: skip
         turn += 1
-        kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = receive(hand, turn, rank, C)
+        kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = receive(
+            hand, turn, rank, C)  # fmt: skip
     tlx.async_descriptor_store_wait(0)
 
 

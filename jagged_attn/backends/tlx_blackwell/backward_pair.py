@@ -6,7 +6,7 @@ shared memory, half of what stands on the right. S^T, dP^T, dV and dK come out w
 
     S^T = K Q^T    dP^T = V dO^T    half of the rows of Q, dO in each CTA
     dV += P^T dO    dK += dS^T Q    half of their columns; P and dS in tensor memory
-    dQ = dS K                       half of the columns of all 256 keys; 64 queries' rows in each CTA
+    dQ = dS K                       half of the columns of all 256 keys; each CTA 64 rows of queries
 
 dQ is the one that sums over the keys of both. Each group of ``gradients`` makes the dS of 64
 queries, and sends all of it to the CTA that has their dQ, its own or the other. dK, whose dS is in

@@ -20,6 +20,7 @@ def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
     keys = block_kv(spec.head_dim)
     if spec.kind == "broadcast_q":
         # Tiles where the queries stay, and where the keys do.
-        return TableRequest("kv", WHOLE_SEQUENCE, "kv"), *(TableRequest("kv", n, "kv") for n in sorted({ROWS, keys}))
+        tiles = (TableRequest("kv", rows, "kv") for rows in sorted({ROWS, keys}))
+        return TableRequest("kv", WHOLE_SEQUENCE, "kv"), *tiles
     block_q = forward_config(spec.head_dim, None, spec.mask).block_q
     return TableRequest("q", block_q, "kv"), TableRequest("kv", keys, "q")

@@ -98,7 +98,8 @@ def backward(
     prepare, gradients, finish = _kernels(spec, config, q.is_cuda)
     blocks = total_q // ROWS + num_sequences + _EXTRA_BLOCKS
     stats = q.new_empty(blocks * heads * 2 * ROWS if spec.has_softmax else 0, dtype=torch.float32)
-    dq_sum = q.new_zeros((_REPLICAS * q.shape[0], heads, dim) if shared else q.shape, dtype=torch.float32)
+    rows = _REPLICAS * q.shape[0] if shared else q.shape[0]
+    dq_sum = q.new_zeros((rows, heads, dim), dtype=torch.float32)
     counter = (q.new_empty if spec.has_softmax else q.new_zeros)(_COUNTERS, dtype=torch.int32)
     offsets = offsets_q.contiguous(), geometry.offsets_kv.contiguous()
     sizes = num_sequences, total_q, k.shape[0]
@@ -110,10 +111,11 @@ def backward(
     turns = counter.new_zeros(total_q * heads if spec.deterministic else 1)
     items = tables[0].shape[0] * spec.num_kv_heads
     programs = min(num_processors(q.device) // config.ctas or 1, items) * config.ctas
+    slots = counter.new_empty(CTA_SLOTS * programs)
     # The parts that one CTA of a pair loads by rows, and stores.
     part, columns = ROWS // config.ctas, dim // 2
     gradients.launch(
-        programs, (stats, tables[0], counter, turns, counter.new_empty(CTA_SLOTS * programs), *offsets),
+        programs, (stats, tables[0], counter, turns, slots, *offsets),
         (*sizes, items), (spec.scale, spec.out_scale),
         (
             ragged_map(q, part, dim), ragged_map(k, ROWS, dim), ragged_map(v, ROWS, dim),
