@@ -128,10 +128,11 @@ def _scenario_of(arguments: argparse.Namespace) -> Scenario:
 
 def _print_facts(arguments: argparse.Namespace) -> None:
     scenario = _scenario_of(arguments)
-    provenance = collect_provenance(arguments.device, [], arguments.commit)
+    program = ("python", "-m", "jagged_attn.bench.kunlun")
+    provenance = collect_provenance(arguments.device, arguments.given, arguments.commit, program)
     drawn = [lengths_of(scenario, arguments.seed + i) for i in range(arguments.batches)]
     fill = statistics.mean(x.float().mean().item() / scenario.longest for lengths in drawn for x in lengths.values())
-    print(f"# python -m jagged_attn.bench.kunlun {' '.join(arguments.given)}")
+    print(f"# {provenance.command}")
     print(f"# {provenance.device}, torch {provenance.torch}, {provenance.date}, commit {provenance.commit}")
     print(f"# B = {scenario.batch}, longest {scenario.longest}, mean_fill {fill:.2f}, {arguments.dtype}", flush=True)
 

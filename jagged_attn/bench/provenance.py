@@ -42,13 +42,19 @@ class Provenance:
     fa4: str
 
 
-def collect_provenance(device: torch.device, arguments: Sequence[str], commit: str | None) -> Provenance:
+def collect_provenance(
+    device: torch.device,
+    arguments: Sequence[str],
+    commit: str | None,
+    program: Sequence[str] = ("python", "-m", "jagged_attn.bench"),
+) -> Provenance:
     """The facts of this run.
 
     Args:
         device: where it runs.
         arguments: of the command line, without the program's name.
         commit: what to say where the package does not lie in its repository; asked of git otherwise.
+        program: what is typed before the arguments.
     """
     on_gpu = device.type == "cuda"
     return Provenance(
@@ -57,7 +63,7 @@ def collect_provenance(device: torch.device, arguments: Sequence[str], commit: s
         driver=_run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         if on_gpu
         else "",
-        command=command_line("python", "-m", "jagged_attn.bench", *arguments),
+        command=_command_line(*program, *arguments),
         commit=commit or _commit(),
         python=platform.python_version(),
         torch=torch.__version__,
@@ -66,7 +72,7 @@ def collect_provenance(device: torch.device, arguments: Sequence[str], commit: s
     )
 
 
-def command_line(*words: str) -> str:
+def _command_line(*words: str) -> str:
     """A command as others would type it: files by their names, since their folders say where somebody works."""
 
     def short(word: str) -> str:

@@ -42,7 +42,7 @@ from .arguments import (
     seed_number,
 )
 from .kunlun_steps import SCENARIOS, Batch, Contestant, Ranker, Scenario, capture, make_batch
-from .provenance import collect_provenance, command_line
+from .provenance import collect_provenance
 from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
 
 # Samples of a rank in the checks, which run on one process too.
@@ -102,10 +102,9 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
 
 def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[str]) -> int:
     rank, world_size, scenario = dist.get_rank(), dist.get_world_size(), scenario_of(options)
-    provenance = collect_provenance(device, [], options.commit)
-    command = command_line("torchrun", "--nproc-per-node", str(world_size), "-m", "jagged_attn.bench.scaling", *given)
-    provenance = replace(provenance, command=command)
-    _say(f"# {command}\n# {world_size} x {provenance.device}, torch {provenance.torch}, {provenance.date}")
+    program = ("torchrun", "--nproc-per-node", str(world_size), "-m", "jagged_attn.bench.scaling")
+    provenance = collect_provenance(device, given, options.commit, program)
+    _say(f"# {provenance.command}\n# {world_size} x {provenance.device}, torch {provenance.torch}, {provenance.date}")
     _say(f"# B = {scenario.batch} a rank, longest {scenario.longest}, mean_fill {scenario.mean_fill}, {options.dtype}")
     for how in options.parallel:
         checked = replace(scenario, batch=min(_CHECKED, scenario.batch))

@@ -49,7 +49,7 @@ from .arguments import (
     seed_number,
 )
 from .kunlun import reason_of
-from .provenance import Provenance, collect_provenance, command_line
+from .provenance import Provenance, collect_provenance
 from .serving_model import Form, PaddedScorer, Request, Scorer, Sizes, make_requests, packed, padded
 from .timing import compiled_throughout
 
@@ -332,8 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.child:
         print(json.dumps(asdict(_measure_here(options.child, options))))
         return 0
-    provenance = collect_provenance(options.device, [], options.commit)
-    provenance = replace(provenance, command=command_line("python", "-m", "jagged_attn.bench.serving", *given))
+    program = ("python", "-m", "jagged_attn.bench.serving")
+    provenance = collect_provenance(options.device, given, options.commit, program)
     print(_head(options, provenance), flush=True)
     figures: list[Figure] = []
     for name in options.contestants:
