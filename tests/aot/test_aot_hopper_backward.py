@@ -26,7 +26,7 @@ def _main(name, dim=128, dtype="bf16", mask=Full(), act="softmax", group=1, offs
     constants = Constants(
         heads=4, group=group, dim=dim, mask=mask.code, act=act, fast_tanh=True, rows=64, keys=128,
         stages=4 if dim == 64 else 2 if sums or act != "softmax" else 3, ds_stages=2, replicas=0,
-        dq="none" if not sums else "role" if dim == 64 else "groups", registers=208 if sums and dim == 64 else 240,
+        dq="none" if not sums else "role" if dim == 64 else "groups",
     )  # fmt: skip
     return Compilation(name, backward_kv, signature, {"C": constants}, 90)
 

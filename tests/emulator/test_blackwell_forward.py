@@ -197,6 +197,7 @@ HUNTED = {
     "relu": {"lengths_q": (300, 65), "processors": 1, "heads": (1, 1), "activation": "relu"},
     "short": {"lengths_q": (65, 60, 1), "processors": 1, "heads": (1, 1)},
 }
+SEEDS = range(4)
 MUTANTS = [
     *standard_mutants(kernel, {"arrive": "barrier_arrive"}),
     *standard_mutants(rings.publish),
@@ -233,14 +234,15 @@ def verdict(mutant, seed, **case):
     return None
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", HUNTED)
-def test_without_a_fault_nothing_is_found(name):
-    check(Schedule("random", 0), **HUNTED[name])
+def test_without_a_fault_nothing_is_found(name, seed):
+    check(Schedule("random", seed), **HUNTED[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_mutant_is_found(mutant):
-    found = next((v for case in HUNTED.values() for seed in range(4) if (v := verdict(mutant, seed, **case))), None)
+    found = next((v for case in HUNTED.values() for seed in SEEDS if (v := verdict(mutant, seed, **case))), None)
     assert (found is None) == (mutant.name in EQUIVALENT)

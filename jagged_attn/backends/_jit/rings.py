@@ -69,8 +69,9 @@ def open_slot(slots, item_full, turn, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def read_item(slot):
-    """The eight numbers of an item, from the slot in which ``publish`` put them."""
+def read_item(slots, item_full, turn):
+    """The eight numbers of this turn's item, once ``publish`` has put them there; as ``open_slot``."""
+    slot = open_slot(slots, item_full, turn, ITEM_SLOT)
     return (
         tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), tl.load(slot + 2, volatile=True),
         tl.load(slot + 3, volatile=True), tl.load(slot + 4, volatile=True), tl.load(slot + 5, volatile=True),

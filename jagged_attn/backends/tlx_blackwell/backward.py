@@ -19,16 +19,7 @@ import triton.language as tl
 
 from .._jit.backward_rows import first_query_of, key_item, masked, query_head, query_ranges
 from .._jit.backward_shared import key_run, statistics
-from .._jit.rings import (
-    ITEM_SLOT,
-    bulk_groups_done,
-    next_item,
-    open_slot,
-    publish,
-    ragged,
-    read_item,
-    ring,
-)  # fmt: skip
+from .._jit.rings import ITEM_SLOT, bulk_groups_done, next_item, publish, ragged, read_item, ring
 from .._jit.scores import LOG2E, activate, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
 from .pairs import arrive
@@ -184,8 +175,7 @@ def receive(hand, turn, rank, C: tl.constexpr):
     """
     slots, item_full, item_empty = hand
     kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key = read_item(
-        open_slot(slots, item_full, turn, ITEM_SLOT)
-    )
+        slots, item_full, turn)  # fmt: skip
     arrive(item_empty[turn % 2], C)
     return kv_head, start_q, len_q, begin, n, start_kv, len_kv, first_key + rank * C.keys
 

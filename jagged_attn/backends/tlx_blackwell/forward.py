@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda.inline_ptx_lib import _fma_f32x2
 
 from .._jit.forward_items import find_tile, unmasked_blocks, write_empty
-from .._jit.rings import ITEM_SLOT, open_slot, publish, ragged, read_item, ring
+from .._jit.rings import ITEM_SLOT, publish, ragged, read_item, ring
 from .._jit.scores import LN2, LOG2E, activate_product, key_range, mask_opens, pairs_allowed
 from .._jit.tlx import tlx
 from .pairs import arrive
@@ -32,7 +32,7 @@ _CHUNK = tl.constexpr(32)
 def _receive(hand_out, turn, C: tl.constexpr):
     """The item that the load role published at this turn."""
     slots, item_full, item_empty = hand_out
-    item = read_item(open_slot(slots, item_full, turn, ITEM_SLOT))
+    item = read_item(slots, item_full, turn)
     arrive(item_empty[turn % 2], C)
     return item
 

@@ -10,8 +10,7 @@ handed in is divided by it, and dQ, dK and dV are multiplied by it once.
     dV = c P^T dO     dS = P (dO V^T - delta / c)     dK = c scale dS^T Q     dQ = c scale dS K     (c = out_scale)
 
 ``C`` is a ``Constants``: heads, group, dim, mask, act, fast_tanh; rows and keys of a tile of queries and of keys;
-stages and ds_stages of the rings; registers of a group; dq, who makes it here: "groups", "role" or "none"; replicas
-(see the kernel).
+stages and ds_stages of the rings; dq, who makes it here: "groups", "role" or "none"; replicas (see the kernel).
 """
 
 import triton
@@ -22,8 +21,6 @@ from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, read_numbers, re
 from .._jit.scores import LOG2E, activate, derivative, mask_kind, query_range
 from .._jit.tlx import tlx
 
-# Registers of a thread of the role of dQ: with those of the groups and 24 of the load role's, all there are.
-_ROLE_REGISTERS = tl.constexpr(72)
 # Where a product leaves the elements of a 64 x 64 tile: of a lane, of a warp, of a register.
 _PRODUCT_64X64 = tl.constexpr(tlx.layout(shape=((4, 8, 4), (2, 2, 8)), stride=((2, 64, 1024), (1, 512, 8))))
 
@@ -132,17 +129,12 @@ def _weights(s, lse_row, first_query, seen, scale, DTYPE: tl.constexpr, C: tl.co
 
 
 @triton.jit
-def _add(desc_sum, tile, dq, at):
-    """Add a query tile's dQ, 64 columns of it, to the sum in global memory."""
+def _add(desc_sum, tile, dq, where, column):
+    """Add 64 columns of a query tile's dQ, from ``column`` on, to the sum in global memory; see ``_where``."""
     tlx.local_store(tile, dq)
     tlx.fence("async_shared")
+    at = [where[0], where[1], where[2], where[3] + column]
     tlx.async_descriptor_store(desc_sum, tile, at, store_reduce="add")
-
-
-@triton.jit
-def _add_columns(desc_sum, dq_tiles, dq, where, g: tl.constexpr, C: tl.constexpr):
-    """Add this group's columns of a query tile's dQ; ``where`` is from ``_where``."""
-    _add(desc_sum, dq_tiles[g], dq, [where[0], where[1], where[2], where[3] + g * (C.dim // 2)])
 
 
 @triton.jit
@@ -198,7 +190,7 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
             tlx.barrier_arrive(ds_empty[last_buf], 1)
             if trip == 0:
                 tlx.barrier_arrive(k_empty[last[4]], 1)
-            _add_columns(desc_sum, dq_tiles, dq, last, g, C)
+            _add(desc_sum, dq_tiles[g], dq, last, g * COLUMNS)
     dv = tlx.async_dot(p, do_tiles[buf], dv)
     dp = tlx.async_dot_wait(1, dp)
     if trip == trips - 1:
@@ -235,7 +227,7 @@ def _dq_of(g: tl.constexpr, count, last, desc_sum, memory, C: tl.constexpr):
     tlx.async_descriptor_store_wait(0)
     dq = tlx.async_dot_wait(0, dq)
     tlx.barrier_arrive(ds_empty[buf], 1)
-    _add_columns(desc_sum, dq_tiles, dq, last, g, C)
+    _add(desc_sum, dq_tiles[g], dq, last, g * COLUMNS)
 
 
 @triton.jit
@@ -399,7 +391,7 @@ def _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C: tl.constexpr
         item = (kv_head, len_q, begin, n, _first_row_of_sum(start_q, len_q, C))
         for trip in range(C.group * n):
             buf, phase = ring(count, C.ds_stages)
-            at = _where(trip, turn, item, C)
+            where = _where(trip, turn, item, C)
             # The keys are there, too: dS was made from them.
             tlx.barrier_wait(ds_full[buf], phase)
             dq = tlx.async_dot(tlx.local_trans(ds_tiles[buf]), k_tiles[turn % 2])
@@ -407,7 +399,7 @@ def _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C: tl.constexpr
             tlx.async_descriptor_store_wait(1)
             dq = tlx.async_dot_wait(0, dq)
             tlx.barrier_arrive(ds_empty[buf], 1)
-            _add(desc_sum, dq_tiles[count % 2], dq, [at[0], at[1], at[2], at[3]])
+            _add(desc_sum, dq_tiles[count % 2], dq, where, 0)
             count += 1
         tlx.barrier_arrive(k_empty[turn % 2], 1)
         turn += 1
@@ -486,8 +478,9 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     with tlx.async_tasks():
         with tlx.async_task("default"):
             _load(*for_load, C)
-        with tlx.async_task(num_warps=4, registers=C.registers, replicate=2):
+        # With the load role's 24, all registers there are.
+        with tlx.async_task(num_warps=4, registers=208 if C.dq == "role" else 240, replicate=2):
             _gradients(tlx.async_task_replica_id(), *for_groups, C)
         if C.dq == "role":
-            with tlx.async_task(num_warps=4, registers=_ROLE_REGISTERS):
+            with tlx.async_task(num_warps=4, registers=72):
                 _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C)

@@ -214,7 +214,7 @@ def _sum(g: tl.constexpr, desc_dq, scale, out_scale, hand_out, tiles, rows, load
     turn = 0
     head, start_q, len_q, begin, n = receive_numbers(slots, item_full, turn, 0, 5)
     while n > 0:
-        _, len_kv, first_query = read_numbers(slots, turn, 5, 8)
+        len_kv, first_query = read_numbers(slots, turn, 6, 8)
         tlx.barrier_arrive(item_empty[turn % 2], 1)
         first_query += g * HALF
         q_buf, q_phase = _queries(turn, g)

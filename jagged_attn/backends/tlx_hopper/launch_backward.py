@@ -25,9 +25,8 @@ _STAGES_WITHOUT_DQ = {64: 4, 128: 3}
 # Tiles of K and V, in the kernel of dQ.
 _BLOCK_KEYS, _KEY_STAGES = 64, 3
 _DS_STAGES = 2
-# Who adds dQ up, by head dim, and registers of a group. At 128 a role of its own leaves the groups too few.
+# Who adds dQ up, by head dim. At 128 a role of its own leaves the groups too few registers.
 _MAKER_OF_DQ = {64: "role", 128: "groups"}
-_REGISTERS = {"groups": 240, "role": 208, "none": 240}
 # Columns of dQ that are added at a time: all that the role makes, half of what the groups do.
 _DQ_COLUMNS = 64
 # Sums of the gradient of shared queries: enough that few CTAs add to one at a time, few enough for the L2 cache.
@@ -64,7 +63,7 @@ def _kernels(spec: AttentionSpec, sums: bool, on_gpu: bool) -> _Kernels:
         "act": spec.activation[0], "fast_tanh": on_gpu,
     }  # fmt: skip
     keys = Constants(
-        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, registers=_REGISTERS[dq], dq=dq,
+        **common, rows=BLOCK_Q, keys=BLOCK_KV, stages=stages, ds_stages=_DS_STAGES, dq=dq,
         replicas=_REPLICAS if shared else 0,
     )  # fmt: skip
     queries = Constants(**common, rows=2 * BLOCK_Q, keys=_BLOCK_KEYS, stages=_KEY_STAGES)
