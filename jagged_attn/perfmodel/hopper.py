@@ -32,12 +32,14 @@ class ForwardItem:
     Attributes:
         blocks: of keys.
         groups: warp groups that have a row.
-        masked: blocks after the first that need the mask.
+        masked: blocks after the first that need the mask, for the tile as a whole.
         kv_miss: share of the bytes of K and V that comes from device memory: other items load the same rows, and rows
             past the end of a sequence are not read.
         q_miss: likewise for Q.
         out_miss: likewise for the output.
         stay: whether K and V stay for the next item.
+        seen: for each of these groups the blocks that it takes part in, and those of them after its first that need
+            the mask; ``None``: all, and none.
     """
 
     blocks: int
@@ -47,6 +49,7 @@ class ForwardItem:
     q_miss: float = 1.0
     out_miss: float = 1.0
     stay: bool = False
+    seen: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,15 +97,15 @@ class Forward(HandOut):
         self.k_full, self.v_full = sm.barrier(), sm.barrier()
         self.k_empty, self.v_empty = sm.barrier(groups), sm.barrier(groups)
         self.item_full, self.item_empty = sm.barrier(), sm.barrier(groups)
-        # Turns 0 and 1: the other group arrives; they take no mbarrier, but a named barrier.
-        self.turns = [sm.barrier(), sm.barrier()]
-        self.taken = [0, 0]
-        self.passed = [0, 0]
+        # Of each group's turn: the group before it arrives; they take no mbarrier, but a named barrier.
+        self.turns = [sm.barrier() for _ in range(groups)]
+        self.taken = [0] * groups
+        self.passed = [0] * groups
 
     def start(self) -> list[Signal]:
         """Run the roles; signals of their ends."""
         if self.c.turns:
-            self._pass_turn(1)
+            self._pass_turn(self.c.groups - 1)
         roles = [self.load(), *(self.attend(g) for g in range(self.c.groups))]
         return [self.sm.clock.spawn(role) for role in roles]
 
@@ -154,34 +157,41 @@ class Forward(HandOut):
     def _rows(self, g: int, turn: int, item: ForwardItem, count: int) -> Role:
         sm, work = self.sm, self.work
         output: Signal | None = None
-        yield self.k_full.wait(count)
+        own, masked = item.seen[g] if item.seen is not None else (item.blocks, 0)
+        first, last = count + item.blocks - own, count + item.blocks - 1
+        if item.seen is not None:
+            self._give_queries_back(g, turn)
+        yield from self._skip(g, item, range(count, first))
+        yield self.k_full.wait(first)
         yield self.q_full[g].wait(turn)
         yield from self._take_turn(g)
         scores = self._scores(g)
         self._pass_turn(g)
         yield scores
-        self._release(self.k_empty, count, item)
+        self._release(self.k_empty, first, item)
         # Only a mask cuts the last block of element-wise activations.
-        if self.softmax or item.masked:
+        if self.softmax or item.seen is not None:
             yield from sm.compute(work.mask)
         yield from self._weigh()
-        for i in range(1, item.blocks):
-            yield self.k_full.wait(count + i)
+        if item.seen is None:
+            self._give_queries_back(g, turn)
+        for i in range(first + 1, last + 1):
+            yield self.k_full.wait(i)
             yield from self._take_turn(g)
             scores = self._scores(g)
-            yield self.v_full.wait(count + i - 1)
+            yield self.v_full.wait(i - 1)
             output = self._output(g)
             self._pass_turn(g)
             yield scores
-            self._release(self.k_empty, count + i, item)
-            if i <= item.masked:
+            self._release(self.k_empty, i, item)
+            if i - first <= masked:
                 yield from sm.compute(work.mask)
             yield from self._weigh()
             yield output
-            self._release(self.v_empty, count + i - 1, item)
+            self._release(self.v_empty, i - 1, item)
             yield from sm.compute(work.rescale)
-        self.q_empty[g].arrive(turn)
-        last = count + item.blocks - 1
+        if self.c.q_stages == 1:
+            self.q_empty[g].arrive(turn)
         yield self.v_full.wait(last)
         output = self._output(g)
         yield from self._receive(turn + 1)
@@ -193,16 +203,24 @@ class Forward(HandOut):
         yield sm.meet()
         sm.store(ROWS * DIM * BYTES, item.out_miss)
 
-    def _pass_by(self, g: int, turn: int, item: ForwardItem, count: int) -> Role:
-        yield self.q_full[g].wait(turn)
-        self.q_empty[g].arrive(turn)
-        for i in range(count, count + item.blocks):
+    def _give_queries_back(self, g: int, turn: int) -> None:
+        """Those of the item before, whose output has left through their tile by now."""
+        if self.c.q_stages > 1 and turn > 0:
+            self.q_empty[g].arrive(turn - 1)
+
+    def _skip(self, g: int, item: ForwardItem, blocks: range) -> Role:
+        for i in blocks:
             yield self.k_full.wait(i)
             yield from self._take_turn(g)
             self._pass_turn(g)
             self._release(self.k_empty, i, item)
             yield self.v_full.wait(i)
             self._release(self.v_empty, i, item)
+
+    def _pass_by(self, g: int, turn: int, item: ForwardItem, count: int) -> Role:
+        self._give_queries_back(g, turn)
+        yield self.q_full[g].wait(turn)
+        yield from self._skip(g, item, range(count, count + item.blocks))
         yield from self._receive(turn + 1)
 
     def _owner(self, g: int) -> int:
@@ -225,8 +243,9 @@ class Forward(HandOut):
 
     def _pass_turn(self, g: int) -> None:
         if self.c.turns:
-            self.turns[1 - g].arrive(self.passed[1 - g])
-            self.passed[1 - g] += 1
+            following = (g + 1) % self.c.groups
+            self.turns[following].arrive(self.passed[following])
+            self.passed[following] += 1
 
 
 # --- Backward of self and cross attention ---

@@ -20,7 +20,7 @@ import torch
 
 from ..bench.workloads import Workload
 from ..masks import Full
-from ..schedule.hopper import ForwardConfig, forward_config, forward_run, has_few_keys
+from ..schedule.hopper import ForwardConfig, are_short, forward_config, forward_run, has_few_keys
 from ..schedule.hopper_backward import adds_up_dq
 from ..schedule.tiles import max_tiles
 from .hopper import (
@@ -265,7 +265,8 @@ def forward_items(workload: Workload, lengths: Lengths, tile: Tile) -> list[Forw
             seen = _seen_blocks(workload, firsts, len_q, len_kv, tile)
         for first, (blocks, masked, miss), stays in zip(firsts, seen, stay, strict=True):
             groups = min(-(-(len_q - first) // tile.rows), tile.groups)
-            items.append(ForwardItem(blocks, groups, masked, miss, q_miss, q_fill, stays))
+            apart = None if workload.mask == Full() else _blocks_of_groups(workload, first, len_q, len_kv, tile)
+            items.append(ForwardItem(blocks, groups, masked, miss, q_miss, q_fill, stays, apart))
     return items
 
 
@@ -291,6 +292,23 @@ def _seen_blocks(
         begin = min(-(-(lo_last - lo) // tile.keys), end)
         found.append((blocks, blocks - 1 - (end - begin), min(tile.block_q / (blocks * tile.keys), 1.0)))
     return found
+
+
+def _blocks_of_groups(
+    workload: Workload, first: int, len_q: int, len_kv: int, tile: Tile
+) -> tuple[tuple[int, int], ...]:
+    """``ForwardItem.seen`` of the tile of queries that begins with ``first``; as in ``tlx_hopper.forward``."""
+    firsts = list(range(first, min(first + tile.block_q, len_q), tile.rows))
+    lasts = [min(row + tile.rows, len_q) - 1 for row in firsts]
+    ranges = list(zip(_keys_of(workload, firsts, len_q, len_kv), _keys_of(workload, lasts, len_q, len_kv), strict=True))
+    low, blocks = ranges[0][0][0], max(-(-(ranges[-1][1][1] - ranges[0][0][0]) // tile.keys), 1)
+    found = []
+    for (_, hi_first), (lo_last, hi) in ranges:
+        end = min(max(-(-(hi - low) // tile.keys), 1), blocks) if tile.block_q > tile.keys else blocks
+        whole_end = min(max((hi_first - low) // tile.keys, 0), end - 1)
+        whole_begin = min(-(-(lo_last - low) // tile.keys), whole_end)
+        found.append((end, end - 1 - (whole_end - whole_begin)))
+    return tuple(found)
 
 
 def keys_items(workload: Workload, lengths: Lengths, rows: int = ROWS, groups: bool = False) -> list[KeysItem]:
@@ -378,7 +396,8 @@ def predict_forward(machine: Machine, workload: Workload, lengths: Lengths) -> P
     """The forward kernel; with more runs than CTAs, the counter's zero is a launch of its own."""
     rows_q, rows_kv, batch = sum(lengths.q), sum(lengths.kv), len(lengths.kv)
     few_keys = has_few_keys(workload.head_dim, workload.mask, rows_kv, batch)
-    config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask, few_keys)
+    short = are_short(workload.head_dim, rows_kv, batch)
+    config = forward_config(workload.head_dim, workload.num_shared_queries, workload.mask, short)
     entries = max_tiles(rows_q, batch, config.block_q) * workload.num_heads
     run = forward_run(workload.kind, workload.head_dim, few_keys, rows_q, batch, entries, machine.processors)
     tile = Tile(config.block_kv, ROWS, config.groups, run, config.keys_in_flight)

@@ -24,8 +24,7 @@ class ForwardConfig:
         k_stages: blocks of keys in flight.
         v_stages: blocks of values in flight.
         registers: of a thread of a consumer group.
-        turns: whether the two groups take turns at issuing products.
-        q_stages: tiles of queries; with two the next item's come while this one is computed.
+        turns: whether the groups take turns at issuing products.
         ctas_per_processor: CTAs that share a multiprocessor.
         run: entries of the tile table that a CTA takes at once for one head, for keys to stay from one to the next.
     """
@@ -36,7 +35,6 @@ class ForwardConfig:
     v_stages: int
     registers: int
     turns: bool
-    q_stages: int = 2
     ctas_per_processor: int = 1
     run: int = 1
 
@@ -44,6 +42,11 @@ class ForwardConfig:
     def block_q(self) -> int:
         """Query rows of a CTA."""
         return ROWS * self.groups
+
+    @property
+    def q_stages(self) -> int:
+        """Tiles of queries: with two the next item's come under this one, and outputs leave through them."""
+        return 1 if self.groups == 1 else 2
 
     @property
     def keys_in_flight(self) -> int:
@@ -56,16 +59,14 @@ class ForwardConfig:
         return 128 if self.ctas_per_processor == 2 else None
 
     def shared_bytes(self, head_dim: int, itemsize: int) -> int:
-        """Shared memory of a CTA: queries and output, keys, values, barriers."""
-        rows = (self.q_stages + 1) * self.block_q + (self.k_stages + self.v_stages) * self.block_kv
+        """Shared memory of a CTA: two tiles of queries, or one and the output; keys, values, barriers."""
+        rows = 2 * self.block_q + (self.k_stages + self.v_stages) * self.block_kv
         return rows * head_dim * itemsize + _BARRIER_BYTES
 
     def refusal(self, head_dim: int, itemsize: int) -> str | None:
         """Why this config does not run such a call; ``None`` if it does."""
-        if self.turns and self.groups != 2:
-            return f"turns are for two groups, got {self.groups}"
-        if self.run > 1 and self.q_stages == 1:
-            return f"a run of {self.run} entries needs two tiles of queries, got one"
+        if self.groups == 1 and (self.turns or self.run > 1):
+            return f"one group has nobody to take turns with, and no second tile of queries for runs, got {self}"
         needed, alone = self.shared_bytes(head_dim, itemsize), shared_bytes_per_program((9, 0), is_hip=False)
         limit = (alone + _SYSTEM_BYTES) // self.ctas_per_processor - _SYSTEM_BYTES
         if needed > limit:
@@ -73,18 +74,21 @@ class ForwardConfig:
         return None
 
 
-# Measured on an H200: docs/performance-log.md.
+# Measured on an H200: docs/performance-log.md. Three groups hide more of the beginning and the end of one another's
+# items, and read keys less often; their blocks must be small, for the registers.
+_TRIPLE = {64: ForwardConfig(64, 3, 6, 6, 160, False), 128: ForwardConfig(64, 3, 4, 4, 160, False)}
 _PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, False), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
-# An item of few keys is mostly its beginning and its end: smaller blocks start sooner, and leave less of the last idle.
-_PAIR_FEW_KEYS = {64: ForwardConfig(64, 2, 6, 6, 232, False), 128: ForwardConfig(64, 2, 4, 4, 232, True)}
-# Shared queries meet whole sequences: long items, for which a block of values more is worth more than queries early.
-_PAIR_SHARED = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 3, 232, True, 1)}
-_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 1, 2), 128: ForwardConfig(64, 1, 2, 3, 208, False, 1, 2)}
+# Shared queries meet whole sequences: long items, for which a block of values more is worth it.
+_PAIR_SHARED = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 3, 232, True)}
+_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 2), 128: ForwardConfig(64, 1, 2, 3, 208, False, 2)}
 
-
-# A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Measured for
-# windows of 101 and 201 keys, 2048 long: 1.67 and 2.16 ms by single groups, 2.14 and 3.02 by pairs.
-_NARROW = 256
+# The most keys of the mean sequence for which three groups are faster, by head dim: at 64 always. At 128 lengths of 512
+# gain 10 %, of up to 1,024 or 2,048 rows 5 and 2; lengths of 1024 lose 10: small blocks keep shared memory busy.
+_SHORT = {64: None, 128: 640}
+# A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Windows of 101,
+# 201 and 601 keys, 2048 long: 1.67, 2.16 and 3.2 ms by single groups, 2.14, 3.02 and 4.0 by pairs; blocks of 512 keys:
+# 2.7 and 2.5.
+_NARROW_WINDOW, _NARROW_BLOCK = 640, 256
 
 
 def keys_seen(mask: Mask) -> int | None:
@@ -96,43 +100,52 @@ def keys_seen(mask: Mask) -> int | None:
     return None
 
 
-def has_few_keys(head_dim: int, mask: Mask, rows_kv: int, num_sequences: int) -> bool:
-    """Whether the keys of the mean sequence fit the rings, without a mask.
+def are_short(head_dim: int, rows_kv: int, num_sequences: int) -> bool:
+    """Whether the mean sequence is short enough for three groups.
 
     The mean decides because the host does not know a single length.
 
     Args:
         head_dim: D, 64 or 128.
-        mask: of the call.
         rows_kv: T_kv, rows of keys of all sequences.
         num_sequences: B.
     """
-    # An eighth more: rows of no sequence, such as those that fill a buffer up, are counted in.
-    return mask == Full() and 8 * rows_kv <= 9 * num_sequences * _PAIR_FEW_KEYS[head_dim].keys_in_flight
+    longest = _SHORT[head_dim]
+    return longest is None or rows_kv <= longest * num_sequences
 
 
 @lru_cache(maxsize=1024)
-def forward_config(head_dim: int, num_queries: int | None, mask: Mask, few_keys: bool = False) -> ForwardConfig:
+def forward_config(head_dim: int, num_queries: int | None, mask: Mask, short: bool = True) -> ForwardConfig:
     """The config of the forward kernel.
 
     Args:
         head_dim: D, 64 or 128.
         num_queries: S of broadcast-Q; ``None`` for self and cross attention.
         mask: of the call.
-        few_keys: ``has_few_keys`` of the call, on which the rows of a tile of queries do not depend.
+        short: ``are_short`` of the call.
     """
-    seen = keys_seen(mask)
-    if (num_queries is not None and num_queries <= ROWS) or (seen is not None and seen <= _NARROW):
-        return _SINGLE[head_dim]
     if num_queries is not None:
-        return _PAIR_SHARED[head_dim]
-    return (_PAIR_FEW_KEYS if few_keys else _PAIR)[head_dim]
+        triples, pairs = (-(-num_queries // config[head_dim].block_q) for config in (_TRIPLE, _PAIR_SHARED))
+        # Each tile of the shared queries reads all keys: 192 queries gain 14 %, 320 and 384 7 and 4, 256 lose 11.
+        return (_SINGLE if num_queries <= ROWS else _TRIPLE if triples < pairs else _PAIR_SHARED)[head_dim]
+    seen = keys_seen(mask)
+    if seen is not None and seen <= (_NARROW_BLOCK if isinstance(mask, BlockDiagonal) else _NARROW_WINDOW):
+        return _SINGLE[head_dim]
+    # A mask that hides the first keys of a sequence would cost three groups registers that they do not have.
+    sees_first = mask == Full() or (isinstance(mask, SlidingWindow) and mask.left is None)
+    return (_TRIPLE if short and sees_first else _PAIR)[head_dim]
 
 
 # Entries of a run, and the fewest runs for each multiprocessor: whole runs are handed out, so the last of them must be
 # short beside all the others.
 RUN = 4
 _RUNS_PER_PROCESSOR = 16
+
+
+def has_few_keys(head_dim: int, mask: Mask, rows_kv: int, num_sequences: int) -> bool:
+    """Whether the keys of the mean sequence fit the rings of three groups, without a mask; arguments as elsewhere."""
+    # An eighth more: rows of no sequence, such as those that fill a buffer up, are counted in.
+    return mask == Full() and 8 * rows_kv <= 9 * num_sequences * _TRIPLE[head_dim].keys_in_flight
 
 
 def forward_run(
@@ -153,6 +166,6 @@ def forward_run(
         items: entries of the tile table times heads.
         processors: multiprocessors of the device.
     """
-    has_tiles = 2 * rows_q >= 3 * num_sequences * _PAIR_FEW_KEYS[head_dim].block_q
+    has_tiles = 2 * rows_q >= 3 * num_sequences * _TRIPLE[head_dim].block_q
     has_runs = items >= RUN * _RUNS_PER_PROCESSOR * processors
     return RUN if kind == "cross" and few_keys and has_tiles and has_runs else 1

@@ -12,9 +12,9 @@ from jagged_attn.backends.tlx_hopper.forward import forward
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
 from jagged_attn.schedule.hopper import (
     _PAIR,
-    _PAIR_FEW_KEYS,
     _PAIR_SHARED,
     _SINGLE,
+    _TRIPLE,
     ROWS,
     RUN,
     ForwardConfig,
@@ -28,6 +28,7 @@ _SHARED = {1: 232_448, 2: 115_712}
 _MASKS = {
     "full": Full(),
     "causal": Causal(),
+    "right window": SlidingWindow(100, None, "top_left"),
     "window": SlidingWindow(1000, 200, "top_left"),
     "blocks": BlockDiagonal(512),
     "narrow window": SlidingWindow(100, 20),
@@ -45,35 +46,36 @@ class Case(NamedTuple):
     mask: str = "full"
     act: str = "softmax"
     run: int = 1
-    few_keys: bool = False
+    short: bool = True
 
     def __str__(self) -> str:
         kind = "self" if self.num_queries is None else f"broadcast-Q {self.num_queries}"
-        kind += " of few keys" if self.few_keys else ""
+        kind += "" if self.short else " of many keys"
         kind += f" in runs of {self.run}" if self.run > 1 else ""
         return f"{kind}, D{self.dim}, {self.dtype}, {self.mask}, {self.act}"
 
     @property
     def config(self) -> ForwardConfig:
-        return replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask], self.few_keys), run=self.run)
+        return replace(forward_config(self.dim, self.num_queries, _MASKS[self.mask], self.short), run=self.run)
 
 
 # Every shipped configuration, head dim, dtype and activation.
 CASES = [
     Case(None, 128),
+    Case(None, 128, mask="causal"),
     Case(None, 64, "fp16", "causal"),
+    Case(None, 64, "fp16", act="fast_gelu"),
+    Case(None, 128, short=False),
     Case(None, 128, "fp16", "blocks", "fast_gelu"),
+    Case(None, 64, mask="window"),
     Case(None, 128, "bf16", "narrow window"),
     Case(64, 128),
     Case(64, 64, "fp16", act="fast_gelu"),
     Case(128, 64),
     Case(128, 128),
-    Case(None, 128, few_keys=True),
-    Case(None, 64, few_keys=True),
-    Case(None, 128, run=RUN, few_keys=True),
-    Case(None, 128, act="fast_gelu", run=RUN, few_keys=True),
-    Case(None, 64, run=RUN, few_keys=True),
-    Case(None, 64, "fp16", act="fast_gelu", run=RUN, few_keys=True),
+    Case(None, 128, run=RUN),
+    Case(None, 128, act="fast_gelu", run=RUN),
+    Case(None, 64, run=RUN),
 ]
 OTHERS = [
     case
@@ -81,8 +83,9 @@ OTHERS = [
         Case,
         [
             *itertools.product((None,), (128, 64), ("bf16", "fp16"), _MASKS, _ACTIVATIONS),
-            *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (1, RUN), (True,)),
-            *itertools.product((64, 128), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS),
+            *itertools.product((None,), (128,), ("bf16", "fp16"), _MASKS, _ACTIVATIONS, (1,), (False,)),
+            *itertools.product((None,), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS, (RUN,)),
+            *itertools.product((64, 128, 192), (128, 64), ("bf16", "fp16"), ("full",), _ACTIVATIONS),
         ],
     )
     if case not in CASES
@@ -100,7 +103,7 @@ def _compiled(case: Case) -> Resources:
     signature |= {"scale": "fp32", "out_scale": "fp32"}
     constants = Constants(
         **vars(config), heads=4, group=1, dim=dim, mask=_MASKS[case.mask].code, act=case.act,
-        broadcast_q=case.num_queries is not None,
+        broadcast_q=case.num_queries is not None, q_stages=config.q_stages,
     )  # fmt: skip
     options = {"maxnreg": config.max_registers} if config.max_registers is not None else {}
     return compile_kernel(Compilation(str(case), forward, signature, {"C": constants}, 90, options))
@@ -139,5 +142,5 @@ def test_every_other_combination_passes_its_gate(case: Case) -> None:
 
 
 def test_every_shipped_configuration_is_among_the_cases() -> None:
-    few_keys = {replace(config, run=run) for config in _PAIR_FEW_KEYS.values() for run in (1, RUN)}
-    assert {case.config for case in CASES} == {*_PAIR.values(), *_PAIR_SHARED.values(), *_SINGLE.values(), *few_keys}
+    triples = {replace(config, run=run) for config in _TRIPLE.values() for run in (1, RUN)}
+    assert {case.config for case in CASES} == {*triples, *_PAIR.values(), *_PAIR_SHARED.values(), *_SINGLE.values()}

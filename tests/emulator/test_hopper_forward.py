@@ -1,12 +1,14 @@
 """The Hopper forward kernel in the emulator, launched by the library's own launch code."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from jagged_attn import BlockDiagonal, Causal, Full, SlidingWindow
 from jagged_attn.backends import reference
 from jagged_attn.backends.base import Arch, Geometry
-from jagged_attn.backends.tlx_hopper import launch_forward
+from jagged_attn.backends.tlx_hopper import capability, launch_forward
 from jagged_attn.backends.tlx_hopper.capability import table_requests
 from jagged_attn.bench.workloads import Workload
 from jagged_attn.functional import _tables
@@ -14,7 +16,7 @@ from jagged_attn.perfmodel.hopper import Forward
 from jagged_attn.perfmodel.machine import H200
 from jagged_attn.perfmodel.predict import Lengths, Tile, forward_items
 from jagged_attn.perfmodel.simulate import Processor, Rates
-from jagged_attn.schedule.hopper import RUN, forward_config, forward_run, has_few_keys
+from jagged_attn.schedule.hopper import _TRIPLE, RUN, are_short, forward_config, forward_run, has_few_keys
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
@@ -24,8 +26,8 @@ from jagged_attn.testing.emulator.schedules import Schedule
 HOPPER = Arch("cuda", (9, 0))
 LENGTHS = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0)
 OTHERS = (5, 0, 64, 129, 300, 1, 128, 0, 65, 2)
-# Up to six tiles of queries against one, two or three blocks of keys, of which the rings hold two or three.
-MANY_QUERIES = (0, 1, 63, 64, 65, 128, 129, 300, 513, 700)
+# Up to six tiles of queries against up to five blocks of keys, of which the rings hold four at D = 128.
+MANY_QUERIES = (0, 1, 63, 64, 65, 192, 193, 300, 577, 1000)
 FEW_KEYS = (257, 0, 1, 127, 128, 129, 256, 257, 256, 127)
 
 
@@ -34,9 +36,16 @@ def _offsets(lengths):
 
 
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
-          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, few_keys=False, run=1,
+          mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, short=True, run=1, config=None,
           monkeypatch=None):  # fmt: skip
-    """Run the forward and compare it with the reference; returns the asynchronous operations by engine."""
+    """Run the forward and compare it with the reference; returns the asynchronous operations by engine.
+
+    ``short`` and ``run`` are in the place of what the launch would find; ``config`` in that of what is shipped.
+    """
+    if config is not None:
+        for module in (capability, launch_forward):
+            monkeypatch.setattr(module, "forward_config", lambda *_: config)
+        monkeypatch.setattr(launch_forward, "_plan", launch_forward._plan.__wrapped__)
     generator = torch.Generator().manual_seed(0)
     lengths_kv = lengths_q if lengths_kv is None else lengths_kv
     rows_kv = sum(lengths_kv) + tail
@@ -51,7 +60,7 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     )  # fmt: skip
     tables = tuple(_tables(table_requests(spec, HOPPER), rows_q, rows_kv, offsets_q, offsets_kv))
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
-    monkeypatch.setattr(launch_forward, "has_few_keys", lambda *_: few_keys or run > 1)
+    monkeypatch.setattr(launch_forward, "are_short", lambda *_: short)
     monkeypatch.setattr(launch_forward, "forward_run", lambda *_: run)
     launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"))
     with emulated_launches(launch) as reports:
@@ -106,9 +115,26 @@ CASES = {
     "no keys at all": {"kind": "cross", "lengths_q": (3, 65), "lengths_kv": (0, 0), "tail": 2},
     "all empty": {"lengths_q": (0, 0), "tail": 3},
     "broadcast-Q, two tiles of queries": {"kind": "broadcast_q", "num_queries": 200, "lengths_q": (130, 0, 70)},
+    "broadcast-Q, three groups": {"kind": "broadcast_q", "num_queries": 300, "lengths_q": (130, 0, 70)},
     "broadcast-Q, all empty": {"kind": "broadcast_q", "lengths_q": (0, 0, 0), "tail": 2},
-    "few keys": {"few_keys": True, "lengths_q": (300, 0, 1, 129)},
-    "few keys, width 128": {"few_keys": True, "dim": 128, "lengths_q": (300, 0, 129), "heads": (2, 1)},
+    "long": {"short": False, "dim": 128, "lengths_q": (300, 0, 129), "heads": (2, 1)},
+    "long, causal": {"short": False, "dim": 128, "lengths_q": (400, 0, 129), "mask": Causal()},
+    "long, causal cross": {"short": False, "kind": "cross", "mask": Causal(), "lengths_kv": OTHERS},
+    "long, fast gelu": {"short": False, "dim": 128, "lengths_q": (300, 0, 129), "activation": "fast_gelu"},
+    "three groups, causal": {"dim": 128, "lengths_q": (500, 0, 129), "mask": Causal()},
+    "three groups, a window to the right": {
+        "dim": 128, "lengths_q": (700, 0, 129), "mask": SlidingWindow(70, None), "config": _TRIPLE[128]
+    },
+    "three groups, fast gelu": {"lengths_q": (500, 0, 129), "mask": Causal(), "activation": "fast_gelu"},
+    # Blocks of keys that one group passes by, and more of them than the rings hold.
+    "three groups, large blocks": {
+        "dim": 128, "lengths_q": (900, 0, 65), "mask": BlockDiagonal(350), "config": _TRIPLE[128], "processors": 1
+    },
+    "three groups, window": {"lengths_q": (900, 0, 65), "mask": SlidingWindow(100, 50), "config": _TRIPLE[64]},
+    "three groups in turns": {
+        "lengths_q": (500, 0, 129), "mask": Causal(), "config": replace(_TRIPLE[64], turns=True)
+    },
+    "pairs, window": {"mask": SlidingWindow(500, 200), "lengths_q": (900, 0, 65)},
     "runs, grouped heads": {**_FEW_KEYS, "heads": (4, 2), "run": 4},
     "runs, one CTA": {**_FEW_KEYS, "run": 4, "processors": 1},
     "runs, a CTA each": {**_FEW_KEYS, "run": 4, "processors": 99},
@@ -130,8 +156,8 @@ def test_case(name, monkeypatch):
 @pytest.mark.parametrize(("keys", "brought"), [(256, 2), (385, 6)])
 def test_keys_that_fit_the_rings_are_loaded_once_a_run(keys, brought, monkeypatch):
     # Six tiles of queries are a run of four and one of two; at D = 64 the rings hold six blocks of 64 keys.
-    ops = check(_RANDOM, "cross", (700,), (keys,), heads=(1, 1), run=4, processors=1, monkeypatch=monkeypatch)
-    queries, rows_of_no_sequence = 2 * 6, 2 + 2
+    ops = check(_RANDOM, "cross", (1100,), (keys,), heads=(1, 1), run=4, processors=1, monkeypatch=monkeypatch)
+    queries, rows_of_no_sequence = 3 * 6, 3 + 2
     assert ops["tma_load"] == queries + brought * 2 * -(-keys // 64) + rows_of_no_sequence
 
 
@@ -139,10 +165,10 @@ def test_the_performance_model_issues_what_runs_issue(monkeypatch):
     lengths = (700, 300, 3), (256, 129, 0)
     ops = check(_RANDOM, "cross", *lengths, heads=(1, 1), dim=128, run=4, processors=1, monkeypatch=monkeypatch)
     # The three queries of no sequence are one more.
-    workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(64, 64, 2, run=4, fitting=256)
+    workload, tile = Workload("runs", "cross", 4, 256, num_heads=1), Tile(64, 64, 3, run=4, fitting=256)
     items = forward_items(workload, Lengths((*lengths[0], 3), (*lengths[1], 0)), tile)
     sm = Processor(H200, Rates(32, 19))
-    Forward(sm, forward_config(128, None, Full(), few_keys=True), "softmax", items, 0).start()
+    Forward(sm, forward_config(128, None, Full()), "softmax", items, 0).start()
     sm.clock.run()
     assert (sm.products, sm.loads, sm.stores) == (ops["wgmma"], ops["tma_load"], ops["tma_store"])
 
@@ -177,11 +203,12 @@ def test_other_calls_have_no_runs(name):
 
 
 LAUNCHES = {
-    "runs": ("cross", (65_000, 40_000, 20_000), (256, 300, 1), None, (True, RUN)),
+    "runs": ("cross", (99_000, 60_000, 20_000), (256, 300, 1), None, (True, RUN)),
     "few queries": ("cross", (300, 5, 70), (256, 300, 1), None, (True, 1)),
-    "many keys": ("cross", (65_000, 40_000, 20_000), (700, 300, 1), None, (False, 1)),
+    "more keys than stay": ("cross", (99_000, 60_000, 20_000), (700, 300, 1), None, (True, 1)),
+    "many keys": ("cross", (99_000, 60_000, 20_000), (1900, 300, 1), None, (False, 1)),
     "self": ("self", (256, 300, 1), None, None, (True, 1)),
-    "self, many keys": ("self", (256, 300, 700), None, None, (False, 1)),
+    "self, many keys": ("self", (256, 1300, 700), None, None, (False, 1)),
     "shared queries": ("broadcast_q", (256, 300, 1), None, 70, (True, 1)),
 }
 
@@ -194,8 +221,8 @@ def test_a_launch_chooses_by_its_own_sizes(name, monkeypatch):
     class Chosen(Exception):
         """Nothing is launched."""
 
-    def plan(spec, num_queries, few_keys, run):
-        chosen.append((num_queries, few_keys, run))
+    def plan(spec, num_queries, short, run):
+        chosen.append((num_queries, short, run))
         raise Chosen
 
     monkeypatch.setattr(launch_forward, "_plan", plan)
@@ -212,9 +239,6 @@ def test_a_launch_chooses_by_its_own_sizes(name, monkeypatch):
     assert chosen == [(shared, *want)]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_tiles_of_queries_are_as_large_with_few_keys(dim):
-    """One table serves both."""
-    few, many = (forward_config(dim, None, Full(), few_keys) for few_keys in (True, False))
-    assert few != many
-    assert few.block_q == many.block_q
+def test_at_head_dim_64_all_are_short_and_at_128_the_mean_decides():
+    assert are_short(64, 10**9, 1)
+    assert [are_short(128, rows, 100) for rows in (0, 64_000, 64_001)] == [True, True, False]

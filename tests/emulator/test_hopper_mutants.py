@@ -53,17 +53,20 @@ CASES: dict[str, dict[str, Callable[[], Replay]]] = {
         "self": lambda: _forward(lengths_q=(257, 5, 64, 130), processors=2),
         "one CTA": lambda: _forward(lengths_q=(300, 1), heads=(1, 1), processors=1),
         "runs": lambda: _forward(
-            kind="cross", lengths_q=(300, 200, 513), lengths_kv=(400, 129, 64), heads=(1, 1), run=4, processors=1
+            kind="cross", lengths_q=(450, 300, 770), lengths_kv=(400, 129, 64), heads=(1, 1), run=4, processors=1
         ),
         "long runs": lambda: _forward(
             kind="cross",
-            lengths_q=(900, 700, 513, 300),
+            lengths_q=(1100, 1000, 700, 400),
             lengths_kv=(250, 129, 64, 256),
             heads=(1, 1),
             run=4,
             processors=2,
         ),
         "long": lambda: _forward(lengths_q=(1000, 900), heads=(1, 1), processors=1),
+        "pairs in turns": lambda: _forward(lengths_q=(600, 500), dim=128, heads=(1, 1), short=False, processors=1),
+        # Blocks of keys that groups pass by.
+        "causal": lambda: _forward(lengths_q=(500, 130, 400), heads=(1, 1), mask=Causal(), processors=1),
         "window": lambda: _forward(lengths_q=(300, 130, 257), mask=SlidingWindow(150, 100), processors=1),
         # Fewer tiles of K than of V in flight.
         "broadcast-Q, head dim 128": lambda: _forward(
@@ -151,8 +154,8 @@ _BROUGHT = (
     "under the tiles of this item"
 )
 EQUIVALENT = {
-    "forward | arrival too early | _pass_by: _release(k_empty) #0": "the block has not been read",
-    "forward | arrival too early | _attend_rows: barrier_arrive(q_empty) #0": "it moves past an unpacking",
+    "forward | arrival too early | _skip: _release(k_empty) #0": "the block has not been read",
+    "forward | named barrier dropped | _take_turn: named_barrier_wait() #0": "turns are for speed",
     "backward | wait dropped | _pass_by: barrier_wait(q_full) #0": _APART,
     "backward | wait dropped | _pass_by: barrier_wait(do_full) #0": _APART,
     "backward | arrival too early | _gradients: barrier_arrive(item_empty) #0": "the slot has been read by then",

@@ -70,10 +70,15 @@ def run_forward(seed: int) -> None:
     if kind == "cross":
         call["lengths_kv"] = _lengths(draw, count)
     if kind == "broadcast_q":
-        shared = {"num_queries": draw.choice([1, 17, 64, 65, 128, 129, 256]), "heads": draw.choice([(1, 1), (2, 2)])}
+        shared = {
+            "num_queries": draw.choice([1, 17, 64, 65, 128, 129, 256, 300]),
+            "heads": draw.choice([(1, 1), (2, 2)]),
+        }
         call |= shared | {"mask": None}
+    elif draw.random() < 0.5:
+        call["short"] = False
     elif call["mask"] == Full():
-        call |= {"run": draw.choice([1, 2, 4, 4, 8]), "few_keys": draw.random() < 0.5}
+        call["run"] = draw.choice([1, 2, 4, 4, 8])
     with pytest.MonkeyPatch.context() as patch:
         forwards.check(_schedule(draw), kind, processors=draw.choice([1, 1, 2, 3, 5]), monkeypatch=patch, **call)
 

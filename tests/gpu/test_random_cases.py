@@ -56,7 +56,7 @@ def static_facts(draw: random.Random) -> dict[str, Any]:
         # Of the Hopper backend, which would choose by the number of rows.
         "adds_up_dq": draw.random() < 0.5,
         "run": draw.choice((1, 4)),
-        "few_keys": draw.random() < 0.5,
+        "short": draw.random() < 0.5,
     }
 
 
@@ -67,7 +67,9 @@ def take_ways(facts: dict[str, Any]) -> None:
     except ImportError:
         return
     launch_backward.adds_up_dq = lambda *call: facts["adds_up_dq"]
-    launch_forward.has_few_keys = lambda dim, mask, *call: mask == ja.Full() and (facts["few_keys"] or facts["run"] > 1)
+    few_keys = facts["short"] and facts["run"] > 1
+    launch_forward.are_short = lambda *call: facts["short"]
+    launch_forward.has_few_keys = lambda dim, mask, *call: mask == ja.Full() and few_keys
     # Shared queries have no runs: an entry of theirs is a whole sequence.
     launch_forward.forward_run = lambda kind, dim, few_keys, *call: (
         facts["run"] if few_keys and kind != "broadcast_q" else 1

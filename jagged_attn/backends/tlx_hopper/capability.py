@@ -28,5 +28,5 @@ def table_requests(spec: AttentionSpec, arch: Arch) -> tuple[TableRequest, ...]:
             TableRequest("kv", BLOCK_KV, "kv"),
         )
     forward = TableRequest("q", forward_config(spec.head_dim, None, spec.mask).block_q, "kv")
-    # Whether dQ is a kernel of its own depends on the number of rows, too; the forward's table is often the same.
+    # Numbers of rows decide, too, whether dQ is a kernel of its own, and whether the forward takes its table.
     return forward, KEYS_TABLE, QUERIES_TABLE

@@ -3,7 +3,11 @@
 
 One persistent CTA holds a tile of queries, 64 rows for each of its consumer groups, and streams the keys and values of
 its sequence past it. Keys are taken from the end of what the tile sees: the block that is cut short by the end of the
-sequence comes first, in a step of its own, and the loop behind it needs no mask.
+sequence comes first, in a step of its own, and the loop behind it needs no mask. Where a tile has more rows than a
+block, a group passes the blocks by that only rows of the groups after it see.
+
+With two tiles of queries, the next item's come while this one is computed, and an item's output leaves through its own
+tile: the group gives it back under the next item.
 
 Without a mask a CTA may take items in runs: up to ``run`` tiles of queries of one head that follow one another in the
 table. Where the next is of the same sequence, and its blocks fit the rings, keys and values *stay*: the load role does
@@ -32,9 +36,8 @@ from .._jit.scores import (
 from .._jit.tlx import tlx
 
 _ROWS = tl.constexpr(64)
-# The groups take turns at issuing products, so that one works on scores while the tensor cores work for the other.
+# The groups take turns at issuing products, so that one works on scores while the tensor cores work for the others.
 _TURN_OF_0 = tl.constexpr(9)
-_TURN_OF_1 = tl.constexpr(10)
 
 
 @triton.jit
@@ -183,19 +186,23 @@ def _count_after(count, item, C: tl.constexpr):
 @triton.jit
 def _take_turn(g: tl.constexpr, C: tl.constexpr):
     if C.turns:
-        if g == 0:
-            tlx.named_barrier_wait(_TURN_OF_0, 256)
-        else:
-            tlx.named_barrier_wait(_TURN_OF_1, 256)
+        tlx.named_barrier_wait(_TURN_OF_0 + g, 256)
 
 
 @triton.jit
 def _pass_turn(g: tl.constexpr, C: tl.constexpr):
     if C.turns:
-        if g == 0:
-            tlx.named_barrier_arrive(_TURN_OF_1, 256)
-        else:
-            tlx.named_barrier_arrive(_TURN_OF_0, 256)
+        tlx.named_barrier_arrive(_TURN_OF_0 + (g + 1) % C.groups, 256)
+
+
+@triton.jit
+def _give_queries_back(turn, g, loads, C: tl.constexpr):
+    """Give the queries of the item before back, once its output, which left through their tile, has been read."""
+    if C.q_stages > 1:  # noqa: SIM102 - one is decided when this is compiled
+        if turn > 0:
+            tlx.async_descriptor_store_wait(0)
+            buf, _ = _queries(turn - 1, g, C)
+            tlx.barrier_arrive(loads[1][buf], 1)
 
 
 @triton.jit
@@ -257,95 +264,140 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
 
 
 @triton.jit
-def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tile, loads,
-                 g: tl.constexpr, C: tl.constexpr):  # fmt: skip
-    """This group's rows of an item; returns ``count`` and the next item."""
-    head, start_out, len_q, first_row, _, len_kv, _, blocks = item
-    lo = _first_key(item, C)
-    q_tiles, k_tiles, v_tiles = tiles
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
-    rows = first_row + g * _ROWS + tl.arange(0, _ROWS)
-    lo_rows, hi_rows = key_range(rows, len_q, len_kv, C.mask)
-    seen = (lo_rows, hi_rows, len_kv)
-    m = tl.zeros((_ROWS,), tl.float32) - float("inf")
-    l = tl.zeros((_ROWS,), tl.float32)  # noqa: E741
-
-    q_buf, q_phase = _queries(turn, g, C)
-    q_tile = q_tiles[q_buf]
-
-    # The last block: the only one that the end of the sequence may cut.
+def _skip(count, item, loads, g: tl.constexpr, C: tl.constexpr):
+    """Pass a block by that no row of the group sees."""
+    _, _, k_full, k_empty, v_full, v_empty = loads
     buf, phase = ring(count, C.k_stages)
     tlx.barrier_wait(k_full[buf], phase)
-    tlx.barrier_wait(q_full[q_buf], q_phase)
     _take_turn(g, C)
-    s = tlx.async_dot(q_tile, tlx.local_trans(k_tiles[buf]))
+    _pass_turn(g, C)
+    _release(k_empty[buf], item, C)
+    buf, phase = ring(count, C.v_stages)
+    tlx.barrier_wait(v_full[buf], phase)
+    _release(v_empty[buf], item, C)
+
+
+@triton.constexpr_function
+def _groups_see_apart(mask, rows, block_kv):
+    """Whether the groups pass blocks by that only rows of the groups after them see: in tiles wider than a block."""
+    return mask_kind(mask) != "full" and rows > block_kv
+
+
+@triton.jit
+def _own_blocks(own_row, len_q, len_kv, lo, blocks, C: tl.constexpr):
+    """How many of an item's blocks the group takes part in: up to the last that its rows see, at least one."""
+    if _groups_see_apart(C.mask, _ROWS * C.groups, C.block_kv):
+        _, hi = key_range(tl.minimum(own_row + _ROWS, len_q) - 1, len_q, len_kv, C.mask)
+        return tl.minimum(tl.maximum(tl.cdiv(hi - lo, C.block_kv), 1), blocks)
+    else:
+        return blocks
+
+
+@triton.jit
+def _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g: tl.constexpr, DTYPE: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
+    """The last block that the group sees, alone: the only one that the end of the sequence may cut."""
+    k_full, k_empty = loads[2], loads[3]
+    m = tl.zeros((_ROWS,), tl.float32) - float("inf")
+    l = tl.zeros((_ROWS,), tl.float32)  # noqa: E741
+    buf, phase = ring(count, C.k_stages)
+    tlx.barrier_wait(k_full[buf], phase)
+    _take_turn(g, C)
+    s = tlx.async_dot(q_tile, tlx.local_trans(tiles[1][buf]))
     _pass_turn(g, C)
     s = tlx.async_dot_wait(0, s)
     _release(k_empty[buf], item, C)
     # Without a mask or a sum of weights, keys past the end need no comparison: their scores of 0 meet zeros in V.
     CUT: tl.constexpr = C.act == "softmax" or mask_kind(C.mask) != "full"
-    p, _, m, l = _activated(  # noqa: E741
-        s, m, l, scale, lo + (blocks - 1) * C.block_kv, seen, tlx.dtype_of(desc_o), C, CUT
-    )
-    sums = (tl.zeros((_ROWS, C.dim), tl.float32), p.to(tlx.dtype_of(desc_o)), m, l)
-    count += 1
+    p, _, m, l = _activated(s, m, l, scale, first_key, seen, DTYPE, C, CUT)  # noqa: E741
+    return tl.zeros((_ROWS, C.dim), tl.float32), p.to(DTYPE), m, l
 
-    begin, end = unmasked_blocks(first_row, len_q, len_kv, lo, blocks, C.block_kv, _ROWS * C.groups, C.mask)
-    if mask_kind(C.mask) != "full":
-        for i in range(1, blocks - end):
-            sums = _block(
-                sums, count, item, scale, lo + (blocks - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True
-            )
-            count += 1
-    for _i in range(begin, end):
-        sums = _block(sums, count, item, scale, 0, seen, q_tile, tiles, loads, g, C, False)
-        count += 1
-    if not mask_opens(C.mask, 0):
-        for i in range(begin):
-            sums = _block(
-                sums, count, item, scale, lo + (begin - 1 - i) * C.block_kv, seen, q_tile, tiles, loads, g, C, True
-            )
-            count += 1
-    acc, p, m, l = sums  # noqa: E741
-    tlx.barrier_arrive(q_empty[q_buf], 1)
-    last, last_phase = ring(count - 1, C.v_stages)
-    tlx.barrier_wait(v_full[last], last_phase)
-    acc = tlx.async_dot(p, v_tiles[last], acc)
-    # The next item arrives under the last product.
-    following = _receive(hand_out, turn + 1)
-    # The store of the item before has read the staging tile.
-    tlx.async_descriptor_store_wait(0)
-    acc = tlx.async_dot_wait(0, acc)
-    _release(v_empty[last], item, C)
 
+@triton.jit
+def _store_rows(acc, m, l, own_row, item, desc_o, lse, out_scale, o_tile, C: tl.constexpr):  # noqa: E741
+    """The group's output and log-sum-exp."""
+    head, start_out, len_q = item[0], item[1], item[2]
     if C.act == "softmax":
         acc = acc * tl.where(l == 0.0, 0.0, out_scale / l)[:, None]
+        rows = own_row + tl.arange(0, _ROWS)
         lse_rows = (m + tl.math.log2(l)) * LN2
         tl.store(lse + (start_out + rows).to(tl.int64) * C.heads + head, lse_rows, mask=rows < len_q)
     else:
         acc = acc * out_scale
     tlx.local_store(o_tile, acc.to(tlx.dtype_of(desc_o)))
     tlx.fence("async_shared")
-    tlx.async_descriptor_store(desc_o, o_tile, ragged(start_out, len_q, first_row + g * _ROWS, head * C.dim))
+    tlx.async_descriptor_store(desc_o, o_tile, ragged(start_out, len_q, own_row, head * C.dim))
+
+
+@triton.jit
+def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tile, loads,
+                 g: tl.constexpr, C: tl.constexpr):  # fmt: skip
+    """This group's rows of an item; returns ``count`` and the next item."""
+    len_q, len_kv, blocks = item[2], item[5], item[7]
+    lo = _first_key(item, C)
+    q_full, q_empty, _, _, v_full, v_empty = loads
+    own_row = item[3] + g * _ROWS
+    APART: tl.constexpr = _groups_see_apart(C.mask, _ROWS * C.groups, C.block_kv)
+    own_blocks = _own_blocks(own_row, len_q, len_kv, lo, blocks, C)
+    lo_rows, hi_rows = key_range(own_row + tl.arange(0, _ROWS), len_q, len_kv, C.mask)
+    seen = (lo_rows, hi_rows, len_kv)
+    q_buf, q_phase = _queries(turn, g, C)
+    q_tile = tiles[0][q_buf]
+    if APART:
+        # Before the group waits for more blocks than the rings hold: the load role may wait for these queries.
+        _give_queries_back(turn, g, loads, C)
+        for _i in range(blocks - own_blocks):
+            _skip(count, item, loads, g, C)
+            count += 1
+
+    tlx.barrier_wait(q_full[q_buf], q_phase)
+    first_key = lo + (own_blocks - 1) * C.block_kv
+    sums = _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g, tlx.dtype_of(desc_o), C)
+    count += 1
+    if not APART:
+        _give_queries_back(turn, g, loads, C)
+
+    begin, end = unmasked_blocks(own_row, len_q, len_kv, lo, own_blocks, C.block_kv, _ROWS, C.mask)
+    if mask_kind(C.mask) != "full":
+        for i in range(1, own_blocks - end):
+            sums = _block(sums, count, item, scale, first_key - i * C.block_kv, seen, q_tile, tiles, loads, g, C, True)
+            count += 1
+    for _i in range(begin, end):
+        sums = _block(sums, count, item, scale, 0, seen, q_tile, tiles, loads, g, C, False)
+        count += 1
+    if not mask_opens(C.mask, 0):
+        for i in range(begin):
+            first_key = lo + (begin - 1 - i) * C.block_kv
+            sums = _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g, C, True)
+            count += 1
+    acc, p, m, l = sums  # noqa: E741
+    if C.q_stages == 1:
+        tlx.barrier_arrive(q_empty[q_buf], 1)
+    last, last_phase = ring(count - 1, C.v_stages)
+    tlx.barrier_wait(v_full[last], last_phase)
+    acc = tlx.async_dot(p, tiles[2][last], acc)
+    # The next item arrives under the last product.
+    following = _receive(hand_out, turn + 1)
+    if C.q_stages == 1:
+        # The store of the item before has read the staging tile.
+        tlx.async_descriptor_store_wait(0)
+    else:
+        # Of two tiles of queries, this item's is read no more.
+        o_tile = q_tile
+    acc = tlx.async_dot_wait(0, acc)
+    _release(v_empty[last], item, C)
+    _store_rows(acc, m, l, own_row, item, desc_o, lse, out_scale, o_tile, C)
     return _count_after(count, item, C), following
 
 
 @triton.jit
 def _pass_by(count, turn, item, hand_out, loads, g: tl.constexpr, C: tl.constexpr):
     """What ``_attend_rows`` does for the other roles, by a group whose rows are all past the end of the queries."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = loads
     q_buf, q_phase = _queries(turn, g, C)
-    tlx.barrier_wait(q_full[q_buf], q_phase)
-    tlx.barrier_arrive(q_empty[q_buf], 1)
+    _give_queries_back(turn, g, loads, C)
+    tlx.barrier_wait(loads[0][q_buf], q_phase)
     for _i in range(item[7]):
-        buf, phase = ring(count, C.k_stages)
-        tlx.barrier_wait(k_full[buf], phase)
-        _take_turn(g, C)
-        _pass_turn(g, C)
-        _release(k_empty[buf], item, C)
-        buf, phase = ring(count, C.v_stages)
-        tlx.barrier_wait(v_full[buf], phase)
-        _release(v_empty[buf], item, C)
+        _skip(count, item, loads, g, C)
         count += 1
     return _count_after(count, item, C), _receive(hand_out, turn + 1)
 
@@ -360,7 +412,7 @@ def attend(g: tl.constexpr, desc_o, out, lse, where, scale, out_scale, hand_out,
         out_scale = out_scale * (0.5 * scale)
     count = 0
     turn = 0
-    if C.turns and g == 1:
+    if C.turns and g == C.groups - 1:
         tlx.named_barrier_arrive(_TURN_OF_0, 256)
     item = _receive(hand_out, turn)
     while item[7] > 0:
@@ -387,15 +439,18 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     |---|---|---|---|
     | q_full, k_full, v_full | 1 + bytes | load | attend (q: its group; k, v: all groups) |
     | q_empty | 1 | its attend group, after its last scores | load |
+    | q_empty | 1 | with two tiles its attend group, under the next item, when the output has left | load |
     | k_empty, v_empty | groups × 128 | every attend group, unless the block stays for the next item | load |
     | item_full, item_empty | 1, groups | load, every attend group | every attend group, load |
-    | named 9, 10 | 256 threads | the other group, having issued its products | group 0, group 1, before issuing |
+    | named 9 + g | 256 threads | the group before, having issued its products | group g, before issuing |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     q_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups * C.q_stages)
     k_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.k_stages)
     v_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.v_stages)
-    o_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
+    o_tiles = q_tiles
+    if C.q_stages == 1:
+        o_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
     q_full = tlx.alloc_barriers(C.groups * C.q_stages)
     q_empty = tlx.alloc_barriers(C.groups * C.q_stages)
     k_full = tlx.alloc_barriers(C.k_stages)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from ...schedule.arch import num_processors
-from ...schedule.hopper import ROWS, ForwardConfig, forward_config, forward_run, has_few_keys
+from ...schedule.hopper import ROWS, ForwardConfig, are_short, forward_config, forward_run, has_few_keys
 from ...spec import AttentionSpec
 from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
@@ -19,16 +19,14 @@ def constants(spec: AttentionSpec, config: ForwardConfig) -> Constants:
     """What the kernel is compiled for."""
     return Constants(
         **vars(config), heads=spec.num_heads, group=spec.group_size, dim=spec.head_dim, mask=spec.mask.code,
-        act=spec.activation[0], broadcast_q=spec.kind == "broadcast_q",
+        act=spec.activation[0], broadcast_q=spec.kind == "broadcast_q", q_stages=config.q_stages,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
-def _plan(
-    spec: AttentionSpec, num_queries: int | None, few_keys: bool, run: int
-) -> tuple[ForwardConfig, PreparedKernel]:
+def _plan(spec: AttentionSpec, num_queries: int | None, short: bool, run: int) -> tuple[ForwardConfig, PreparedKernel]:
     """The config and the kernel of a kind of call; ``num_queries`` is S of broadcast-Q."""
-    config = replace(forward_config(spec.head_dim, num_queries, spec.mask, few_keys), run=run)
+    config = replace(forward_config(spec.head_dim, num_queries, spec.mask, short), run=run)
     return config, _prepared(spec, config)
 
 
@@ -52,7 +50,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     num_sequences, items = geometry.num_sequences, table.shape[0] * heads
     few_keys = has_few_keys(dim, spec.mask, k.shape[0], num_sequences)
     run = forward_run(spec.kind, dim, few_keys, num_queries, num_sequences, items, processors)
-    config, kernel = _plan(spec, num_queries if shared else None, few_keys, run)
+    short = are_short(dim, k.shape[0], num_sequences)
+    config, kernel = _plan(spec, num_queries if shared else None, short, run)
+    if not shared and config.groups == 2:
+        # Their tiles are those of the kernel of dQ.
+        table = geometry.tables[2]
     query_tiles = -(-num_queries // config.block_q) if shared else 1
     runs = -(-table.shape[0] // run) * heads * query_tiles
     ctas = min(runs, processors * config.ctas_per_processor)
