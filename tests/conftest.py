@@ -4,7 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from targets import Target, targets
+
+# A machine that others use too may stop for seconds: that says nothing of a test.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(params=targets())

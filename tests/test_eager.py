@@ -207,7 +207,7 @@ def rows_of(chunk: Chunk, side: str, total_rows: int) -> list[list[int]]:
 LENGTH_PAIRS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 300)), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs=LENGTH_PAIRS, is_self=st.booleans(), budget=st.sampled_from([1, 5_000, 1 << 19]))
 def test_every_row_with_work_is_in_exactly_one_chunk(pairs: list[tuple[int, int]], is_self: bool, budget: int) -> None:
     lengths_kv = [pair[1] for pair in pairs]
@@ -225,7 +225,7 @@ def test_every_row_with_work_is_in_exactly_one_chunk(pairs: list[tuple[int, int]
         assert fills == (len(list(chain(*found))) == total)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pairs=LENGTH_PAIRS, budget=st.sampled_from([1, 5_000, 1 << 19]))
 def test_padding_and_chunks_are_bounded(pairs: list[tuple[int, int]], budget: int) -> None:
     lengths_q, lengths_kv = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -19,7 +19,6 @@ def _torch_bf16(x):
 
 
 @given(st.lists(_BITS, min_size=1, max_size=64))
-@settings(deadline=None)
 def test_bf16_rounds_as_torch_does(bits):
     x = np.array(bits, np.uint32).view(np.float32)
     got, want = round_bf16(x), _torch_bf16(x)
@@ -62,7 +61,7 @@ def _c_results(x, y):
 
 
 @given(x=_INTS, y=_INTS.filter(bool))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_integer_scalars_behave_as_in_c(x, y):
     a, b, out = (torch.tensor(v, dtype=torch.int32) for v in ([x], [y], [0] * 6))
     emulate(small.arithmetic, (1,), {"a": a, "b": b, "out": out})

@@ -109,7 +109,7 @@ def test_tiles_are_counted_up_to_the_padding(lengths: list[int]) -> None:
     assert count.item() == sum(-(-n // 16) for n in lengths) + 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 3)), max_size=70),
     st.integers(0, 20),
