@@ -160,10 +160,9 @@ def load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C: tl.c
                 # When as much is under way as the rings hold: the look-up takes longer than a block.
                 number = _next_number(number, where, counter, C)
                 following = _take(number, turn + 1, hand_out, where, C)
-            if C.q_stages > 1:  # noqa: SIM102 - likewise
-                # Two blocks later: the groups give those queries back when they have begun this item.
-                if (i == tl.minimum(rounds, FULL + 2) - 1) & (following[7] > 0):
-                    _bring_queries(desc_q, following, turn + 1, tiles, loads, C)
+                if C.q_stages > 1:  # noqa: SIM102 - likewise
+                    if following[7] > 0:
+                        _bring_queries(desc_q, following, turn + 1, tiles, loads, C)
         turn += 1
         present = _keys_stay(item, C)
         item = following
@@ -338,14 +337,15 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     lo = _first_key(item, C)
     q_full, q_empty, _, _, v_full, v_empty = loads
     own_row = item[3] + g * _ROWS
+    APART: tl.constexpr = _groups_see_apart(C.mask, _ROWS * C.groups, C.block_kv)
     own_blocks = _own_blocks(own_row, len_q, len_kv, lo, blocks, C)
     lo_rows, hi_rows = key_range(own_row + tl.arange(0, _ROWS), len_q, len_kv, C.mask)
     seen = (lo_rows, hi_rows, len_kv)
     q_buf, q_phase = _queries(turn, g, C)
     q_tile = tiles[0][q_buf]
-    # Before the group waits for blocks: the load role may wait for these queries.
-    _give_queries_back(turn, g, loads, C)
-    if _groups_see_apart(C.mask, _ROWS * C.groups, C.block_kv):
+    if APART:
+        # Before the group waits for more blocks than the rings hold: the load role may wait for these queries.
+        _give_queries_back(turn, g, loads, C)
         for _i in range(blocks - own_blocks):
             _skip(count, item, loads, g, C)
             count += 1
@@ -354,6 +354,8 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     first_key = lo + (own_blocks - 1) * C.block_kv
     sums = _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g, tlx.dtype_of(desc_o), C)
     count += 1
+    if not APART:
+        _give_queries_back(turn, g, loads, C)
 
     begin, end = unmasked_blocks(own_row, len_q, len_kv, lo, own_blocks, C.block_kv, _ROWS, C.mask)
     if mask_kind(C.mask) != "full":
