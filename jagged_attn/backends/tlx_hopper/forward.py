@@ -263,12 +263,6 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     return acc, p_new.to(p.dtype), m, l
 
 
-@triton.constexpr_function
-def _groups_see_apart(mask, rows, block_kv):
-    """Whether the groups pass blocks by that only rows of the groups after them see: in tiles wider than a block."""
-    return mask_kind(mask) != "full" and rows > block_kv
-
-
 @triton.jit
 def _skip(count, item, loads, g: tl.constexpr, C: tl.constexpr):
     """Pass a block by that no row of the group sees."""
@@ -283,6 +277,12 @@ def _skip(count, item, loads, g: tl.constexpr, C: tl.constexpr):
     _release(v_empty[buf], item, C)
 
 
+@triton.constexpr_function
+def _groups_see_apart(mask, rows, block_kv):
+    """Whether the groups pass blocks by that only rows of the groups after them see: in tiles wider than a block."""
+    return mask_kind(mask) != "full" and rows > block_kv
+
+
 @triton.jit
 def _own_blocks(own_row, len_q, len_kv, lo, blocks, C: tl.constexpr):
     """How many of an item's blocks the group takes part in: up to the last that its rows see, at least one."""
@@ -294,8 +294,8 @@ def _own_blocks(own_row, len_q, len_kv, lo, blocks, C: tl.constexpr):
 
 
 @triton.jit
-def _first_block(count, turn, item, scale, first_key, seen, q_tile, tiles, loads, g: tl.constexpr,
-                 DTYPE: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g: tl.constexpr, DTYPE: tl.constexpr,
+                 C: tl.constexpr):  # fmt: skip
     """The last block that the group sees, alone: the only one that the end of the sequence may cut."""
     k_full, k_empty = loads[2], loads[3]
     m = tl.zeros((_ROWS,), tl.float32) - float("inf")
@@ -305,8 +305,6 @@ def _first_block(count, turn, item, scale, first_key, seen, q_tile, tiles, loads
     _take_turn(g, C)
     s = tlx.async_dot(q_tile, tlx.local_trans(tiles[1][buf]))
     _pass_turn(g, C)
-    if not _groups_see_apart(C.mask, _ROWS * C.groups, C.block_kv):
-        _give_queries_back(turn, g, loads, C)
     s = tlx.async_dot_wait(0, s)
     _release(k_empty[buf], item, C)
     # Without a mask or a sum of weights, keys past the end need no comparison: their scores of 0 meet zeros in V.
@@ -354,8 +352,10 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
 
     tlx.barrier_wait(q_full[q_buf], q_phase)
     first_key = lo + (own_blocks - 1) * C.block_kv
-    sums = _first_block(count, turn, item, scale, first_key, seen, q_tile, tiles, loads, g, tlx.dtype_of(desc_o), C)
+    sums = _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g, tlx.dtype_of(desc_o), C)
     count += 1
+    if not APART:
+        _give_queries_back(turn, g, loads, C)
 
     begin, end = unmasked_blocks(own_row, len_q, len_kv, lo, own_blocks, C.block_kv, _ROWS, C.mask)
     if mask_kind(C.mask) != "full":
