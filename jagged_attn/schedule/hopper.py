@@ -37,7 +37,6 @@ class ForwardConfig:
     turns: bool
     ctas_per_processor: int = 1
     run: int = 1
-    q_in_registers: bool = False
 
     @property
     def block_q(self) -> int:
@@ -77,7 +76,7 @@ class ForwardConfig:
 
 # Measured on an H200: docs/performance-log.md. Three groups hide more of the beginning and the end of one another's
 # items, and read keys less often; their blocks must be small, for the registers.
-_TRIPLE = {64: ForwardConfig(64, 3, 6, 6, 160, False, q_in_registers=True), 128: ForwardConfig(64, 3, 4, 4, 160, False)}
+_TRIPLE = {64: ForwardConfig(64, 3, 6, 6, 160, False), 128: ForwardConfig(64, 3, 4, 4, 160, False)}
 _PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, False), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
 # Shared queries meet whole sequences: long items, for which a block of values more is worth it.
 _PAIR_SHARED = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 3, 232, True)}

@@ -351,8 +351,6 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
             count += 1
 
     tlx.barrier_wait(q_full[q_buf], q_phase)
-    if C.q_in_registers:
-        q_tile = tlx.local_load(q_tile)
     first_key = lo + (own_blocks - 1) * C.block_kv
     sums = _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g, tlx.dtype_of(desc_o), C)
     count += 1
@@ -385,7 +383,7 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
         tlx.async_descriptor_store_wait(0)
     else:
         # Of two tiles of queries, this item's is read no more.
-        o_tile = tiles[0][q_buf]
+        o_tile = q_tile
     acc = tlx.async_dot_wait(0, acc)
     _release(v_empty[last], item, C)
     _store_rows(acc, m, l, own_row, item, desc_o, lse, out_scale, o_tile, C)
