@@ -32,7 +32,6 @@ class ForwardItem:
     Attributes:
         blocks: of keys.
         groups: warp groups that have a row.
-        masked: blocks after the first that need the mask, for the tile as a whole.
         kv_miss: share of the bytes of K and V that comes from device memory: other items load the same rows, and rows
             past the end of a sequence are not read.
         q_miss: likewise for Q.
@@ -44,7 +43,6 @@ class ForwardItem:
 
     blocks: int
     groups: int
-    masked: int = 0
     kv_miss: float = 1.0
     q_miss: float = 1.0
     out_miss: float = 1.0
@@ -159,7 +157,8 @@ class Forward(HandOut):
         output: Signal | None = None
         own, masked = item.seen[g] if item.seen is not None else (item.blocks, 0)
         first, last = count + item.blocks - own, count + item.blocks - 1
-        if item.seen is not None:
+        apart = item.seen is not None and self.c.block_q > self.c.block_kv
+        if apart:
             self._give_queries_back(g, turn)
         yield from self._skip(g, item, range(count, first))
         yield self.k_full.wait(first)
@@ -173,7 +172,7 @@ class Forward(HandOut):
         if self.softmax or item.seen is not None:
             yield from sm.compute(work.mask)
         yield from self._weigh()
-        if item.seen is None:
+        if not apart:
             self._give_queries_back(g, turn)
         for i in range(first + 1, last + 1):
             yield self.k_full.wait(i)

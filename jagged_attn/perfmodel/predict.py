@@ -260,13 +260,13 @@ def forward_items(workload: Workload, lengths: Lengths, tile: Tile) -> list[Forw
         stay = _keys_stay(len(items), len(firsts), len_kv, tile)
         if workload.mask == Full():
             loads = max(stay.count(False), 1)
-            seen = [(max(-(-len_kv // tile.keys), 1), 0, kv_fill / loads)] * len(firsts)
+            seen = [(max(-(-len_kv // tile.keys), 1), kv_fill / loads)] * len(firsts)
         else:
             seen = _seen_blocks(workload, firsts, len_q, len_kv, tile)
-        for first, (blocks, masked, miss), stays in zip(firsts, seen, stay, strict=True):
+        for first, (blocks, miss), stays in zip(firsts, seen, stay, strict=True):
             groups = min(-(-(len_q - first) // tile.rows), tile.groups)
             apart = None if workload.mask == Full() else _blocks_of_groups(workload, first, len_q, len_kv, tile)
-            items.append(ForwardItem(blocks, groups, masked, miss, q_miss, q_fill, stays, apart))
+            items.append(ForwardItem(blocks, groups, miss, q_miss, q_fill, stays, apart))
     return items
 
 
@@ -276,21 +276,14 @@ def _keys_stay(first: int, tiles: int, len_kv: int, tile: Tile) -> list[bool]:
     return [fits and (first + n + 1) % tile.run != 0 and n + 1 < tiles for n in range(tiles)]
 
 
-def _seen_blocks(
-    workload: Workload, firsts: range, len_q: int, len_kv: int, tile: Tile
-) -> list[tuple[int, int, float]]:
-    """For each tile of rows: blocks, those after the first that need the mask, and the share that no tile before saw.
-
-    ``_jit.forward_items`` has the same arithmetic for the kernels.
-    """
+def _seen_blocks(workload: Workload, firsts: range, len_q: int, len_kv: int, tile: Tile) -> list[tuple[int, float]]:
+    """For each tile of rows: blocks, and the share of them that no tile before saw; see ``_jit.forward_items``."""
     lasts = [min(first + tile.block_q, len_q) - 1 for first in firsts]
     found = []
     pairs = zip(_keys_of(workload, firsts, len_q, len_kv), _keys_of(workload, lasts, len_q, len_kv), strict=True)
-    for (lo, hi_first), (lo_last, hi) in pairs:
+    for (lo, _), (_, hi) in pairs:
         blocks = max(-(-(hi - lo) // tile.keys), 1)
-        end = min(max((hi_first - lo) // tile.keys, 0), blocks - 1)
-        begin = min(-(-(lo_last - lo) // tile.keys), end)
-        found.append((blocks, blocks - 1 - (end - begin), min(tile.block_q / (blocks * tile.keys), 1.0)))
+        found.append((blocks, min(tile.block_q / (blocks * tile.keys), 1.0)))
     return found
 
 

@@ -83,11 +83,11 @@ _PAIR_SHARED = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(1
 _SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 2), 128: ForwardConfig(64, 1, 2, 3, 208, False, 2)}
 
 # The most keys of the mean sequence for which three groups are faster, by head dim: at 64 always. At 128 lengths of 512
-# gain 10 %, of up to 1,024 or 2,048 rows 5 and 2; lengths of 1024 lose 10: small blocks keep shared memory busy.
+# gain 10 %, of up to 1,024 rows 5, of up to 2,048 none; lengths of 1024 lose 10: small blocks keep shared memory busy.
 _SHORT = {64: None, 128: 640}
-# A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Windows of 101,
-# 201 and 601 keys, 2048 long: 1.67, 2.16 and 3.2 ms by single groups, 2.14, 3.02 and 4.0 by pairs; blocks of 512 keys:
-# 2.7 and 2.5.
+# A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Windows of 128,
+# 201 and 601 keys, 2048 long, D = 128: 1.55, 1.91 and 3.2 ms by single groups, 2.08, 3.21 and 4.0 by pairs; blocks of
+# 512 keys: 2.7 and 2.5. Wider windows have not been timed by pairs.
 _NARROW_WINDOW, _NARROW_BLOCK = 640, 256
 
 
@@ -131,7 +131,7 @@ def forward_config(head_dim: int, num_queries: int | None, mask: Mask, short: bo
     seen = keys_seen(mask)
     if seen is not None and seen <= (_NARROW_BLOCK if isinstance(mask, BlockDiagonal) else _NARROW_WINDOW):
         return _SINGLE[head_dim]
-    # A mask that hides the first keys of a sequence would cost three groups registers that they do not have.
+    # At D = 128 a mask that hides the first keys of a sequence would cost three groups registers that they do not have.
     sees_first = mask == Full() or (isinstance(mask, SlidingWindow) and mask.left is None)
     return (_TRIPLE if short and sees_first else _PAIR)[head_dim]
 

@@ -239,6 +239,37 @@ def test_a_launch_chooses_by_its_own_sizes(name, monkeypatch):
     assert chosen == [(shared, *want)]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("activation", ["softmax", "gelu", "fast_gelu"])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_a_neighbour_that_is_not_a_number_changes_no_bit(kind, activation, value, monkeypatch):
+    # The second sequence and rows of no sequence are poisoned; in cross attention the last one has no keys.
+    lengths_q, lengths_kv, tail = (9, 65, 70, 5), (9, 65, 70, 5) if kind == "self" else (40, 30, 20, 0), 2
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(lengths_q) + tail, 1, 64, generator=generator).bfloat16()
+    k, v = torch.randn(2, sum(lengths_kv) + tail, 1, 64, generator=generator).bfloat16()
+    offsets_kv = _offsets(lengths_kv)
+    offsets_q = offsets_kv if kind == "self" else _offsets(lengths_q)
+    spec = AttentionSpec(kind, q.dtype, 1, 1, 64, 64, Full(), (activation,), 0.125, 1.0, False)
+    monkeypatch.setattr(launch_forward, "num_processors", lambda device: 2)
+
+    def run():
+        tables = tuple(_tables(table_requests(spec, HOPPER), q.shape[0], k.shape[0], offsets_q, offsets_kv))
+        with emulated_launches(Launch(checks=HOUSE_RULES, arch=90, schedule=_RANDOM)):
+            return launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)[0]
+
+    clean = run()
+    for x, offsets in ((q, offsets_q), (k, offsets_kv), (v, offsets_kv)):
+        x[offsets[1] : offsets[2]] = value
+        x[offsets[-1] :] = value
+    without_keys = slice(int(offsets_q[4 if kind == "self" else 3]), None)
+    q[without_keys] = value
+    poisoned = run()
+    rows = [*range(9), *range(74, 144)]
+    assert torch.equal(poisoned[rows], clean[rows])
+    assert not poisoned[without_keys].any()
+
+
 def test_at_head_dim_64_all_are_short_and_at_128_the_mean_decides():
     assert are_short(64, 10**9, 1)
     assert [are_short(128, rows, 100) for rows in (0, 64_000, 64_001)] == [True, True, False]

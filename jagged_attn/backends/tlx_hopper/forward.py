@@ -106,8 +106,10 @@ def _queries(turn, g, C: tl.constexpr):
 @triton.jit
 def _bring_queries(desc_q, item, turn, tiles, loads, C: tl.constexpr):
     """Load the queries of this turn's item, 64 rows for each group."""
-    head, start_out, len_q, first_row = item[0], item[1], item[2], item[3]
+    head, start_out, first_row = item[0], item[1], item[3]
     start_q = start_out * (0 if C.broadcast_q else 1)
+    # Queries without a key are not loaded: what lies there may be NaN, and their output is 0.
+    len_q = tl.where(item[5] > 0, item[2], 0)
     for g in tl.static_range(C.groups):
         buf, phase = _queries(turn, g, C)
         at = ragged(start_q, len_q, first_row + g * _ROWS, head * C.dim)
@@ -367,8 +369,8 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
         count += 1
     if not mask_opens(C.mask, 0):
         for i in range(begin):
-            first_key = lo + (begin - 1 - i) * C.block_kv
-            sums = _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g, C, True)
+            key = lo + (begin - 1 - i) * C.block_kv
+            sums = _block(sums, count, item, scale, key, seen, q_tile, tiles, loads, g, C, True)
             count += 1
     acc, p, m, l = sums  # noqa: E741
     if C.q_stages == 1:
@@ -438,8 +440,8 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     | barrier | count | arrives | waits |
     |---|---|---|---|
     | q_full, k_full, v_full | 1 + bytes | load | attend (q: its group; k, v: all groups) |
-    | q_empty | 1 | its attend group, after its last scores | load |
-    | q_empty | 1 | with two tiles its attend group, under the next item, when the output has left | load |
+    | q_empty | 1 | with one tile of Q its attend group, after its last scores | load |
+    | q_empty | 1 | with two its attend group, under the next item, when the output has left | load |
     | k_empty, v_empty | groups × 128 | every attend group, unless the block stays for the next item | load |
     | item_full, item_empty | 1, groups | load, every attend group | every attend group, load |
     | named 9 + g | 256 threads | the group before, having issued its products | group g, before issuing |

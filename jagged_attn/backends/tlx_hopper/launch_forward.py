@@ -12,6 +12,7 @@ from .._jit.constants import Constants
 from .._jit.descriptors import for_tma, ragged_map
 from .._jit.prepared import PreparedKernel
 from ..base import Geometry, new_outputs
+from .capability import QUERIES_TABLE
 from .forward import forward as forward_kernel
 
 
@@ -52,8 +53,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, spec: Attention
     run = forward_run(spec.kind, dim, few_keys, num_queries, num_sequences, items, processors)
     short = are_short(dim, k.shape[0], num_sequences)
     config, kernel = _plan(spec, num_queries if shared else None, short, run)
-    if not shared and config.groups == 2:
-        # Their tiles are those of the kernel of dQ.
+    if not shared and config.block_q == QUERIES_TABLE.block:
         table = geometry.tables[2]
     query_tiles = -(-num_queries // config.block_q) if shared else 1
     runs = -(-table.shape[0] // run) * heads * query_tiles
