@@ -450,7 +450,7 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     q_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups * C.q_stages)
     k_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.k_stages)
     v_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.v_stages)
-    o_tiles = q_tiles
+    o_tiles = q_tiles  # with two tiles of queries not read: outputs leave through an item's own
     if C.q_stages == 1:
         o_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
     q_full = tlx.alloc_barriers(C.groups * C.q_stages)
