@@ -250,6 +250,10 @@ def filled(rows: Iterable[int], tile: int) -> float:
     return sum(lengths) / (sum(-(-n // tile) for n in lengths) * tile)
 
 
+# Of each tile of rows: blocks of keys, the share of them that comes from device memory, and ``ForwardItem.seen``.
+_Tiles = list[tuple[int, float, tuple[tuple[int, int], ...] | None]]
+
+
 def forward_items(workload: Workload, lengths: Lengths, tile: Tile) -> list[ForwardItem]:
     """The items of one head, in order."""
     kv_fill, q_fill = filled(lengths.kv, tile.keys), filled(lengths.q, tile.rows)
@@ -260,13 +264,12 @@ def forward_items(workload: Workload, lengths: Lengths, tile: Tile) -> list[Forw
         stay = _keys_stay(len(items), len(firsts), len_kv, tile)
         if workload.mask == Full():
             loads = max(stay.count(False), 1)
-            seen = [(max(-(-len_kv // tile.keys), 1), kv_fill / loads)] * len(firsts)
+            tiles: _Tiles = [(max(-(-len_kv // tile.keys), 1), kv_fill / loads, None)] * len(firsts)
         else:
-            seen = _seen_blocks(workload, firsts, len_q, len_kv, tile)
-        for first, (blocks, miss), stays in zip(firsts, seen, stay, strict=True):
+            tiles = _seen_blocks(workload, len_q, len_kv, tile)
+        for first, (blocks, miss, seen), stays in zip(firsts, tiles, stay, strict=True):
             groups = min(-(-(len_q - first) // tile.rows), tile.groups)
-            apart = None if workload.mask == Full() else _blocks_of_groups(workload, first, len_q, len_kv, tile)
-            items.append(ForwardItem(blocks, groups, miss, q_miss, q_fill, stays, apart))
+            items.append(ForwardItem(blocks, groups, miss, q_miss, q_fill, stays, seen))
     return items
 
 
@@ -276,32 +279,26 @@ def _keys_stay(first: int, tiles: int, len_kv: int, tile: Tile) -> list[bool]:
     return [fits and (first + n + 1) % tile.run != 0 and n + 1 < tiles for n in range(tiles)]
 
 
-def _seen_blocks(workload: Workload, firsts: range, len_q: int, len_kv: int, tile: Tile) -> list[tuple[int, float]]:
-    """For each tile of rows: blocks, and the share of them that no tile before saw; see ``_jit.forward_items``."""
-    lasts = [min(first + tile.block_q, len_q) - 1 for first in firsts]
-    found = []
-    pairs = zip(_keys_of(workload, firsts, len_q, len_kv), _keys_of(workload, lasts, len_q, len_kv), strict=True)
-    for (lo, _), (_, hi) in pairs:
-        blocks = max(-(-(hi - lo) // tile.keys), 1)
-        found.append((blocks, min(tile.block_q / (blocks * tile.keys), 1.0)))
+def _seen_blocks(workload: Workload, len_q: int, len_kv: int, tile: Tile) -> _Tiles:
+    """For each tile of rows: blocks, the share of them that no tile before saw, and ``ForwardItem.seen``.
+
+    ``_jit.forward_items`` and ``tlx_hopper.forward`` have the same arithmetic for the kernels.
+    """
+    firsts = range(0, len_q, tile.rows)
+    lasts = [min(first + tile.rows, len_q) - 1 for first in firsts]
+    rows = list(zip(_keys_of(workload, firsts, len_q, len_kv), _keys_of(workload, lasts, len_q, len_kv), strict=True))
+    found: _Tiles = []
+    for groups in (rows[i : i + tile.groups] for i in range(0, len(rows), tile.groups)):
+        low, high = groups[0][0][0], groups[-1][1][1]
+        blocks = max(-(-(high - low) // tile.keys), 1)
+        seen = []
+        for (_, hi_first), (lo_last, hi) in groups:
+            end = min(max(-(-(hi - low) // tile.keys), 1), blocks) if tile.block_q > tile.keys else blocks
+            whole_end = min(max((hi_first - low) // tile.keys, 0), end - 1)
+            whole_begin = min(-(-(lo_last - low) // tile.keys), whole_end)
+            seen.append((end, end - 1 - (whole_end - whole_begin)))
+        found.append((blocks, min(tile.block_q / (blocks * tile.keys), 1.0), tuple(seen)))
     return found
-
-
-def _blocks_of_groups(
-    workload: Workload, first: int, len_q: int, len_kv: int, tile: Tile
-) -> tuple[tuple[int, int], ...]:
-    """``ForwardItem.seen`` of the tile of queries that begins with ``first``; as in ``tlx_hopper.forward``."""
-    firsts = list(range(first, min(first + tile.block_q, len_q), tile.rows))
-    lasts = [min(row + tile.rows, len_q) - 1 for row in firsts]
-    ranges = list(zip(_keys_of(workload, firsts, len_q, len_kv), _keys_of(workload, lasts, len_q, len_kv), strict=True))
-    low, blocks = ranges[0][0][0], max(-(-(ranges[-1][1][1] - ranges[0][0][0]) // tile.keys), 1)
-    found = []
-    for (_, hi_first), (lo_last, hi) in ranges:
-        end = min(max(-(-(hi - low) // tile.keys), 1), blocks) if tile.block_q > tile.keys else blocks
-        whole_end = min(max((hi_first - low) // tile.keys, 0), end - 1)
-        whole_begin = min(-(-(lo_last - low) // tile.keys), whole_end)
-        found.append((end, end - 1 - (whole_end - whole_begin)))
-    return tuple(found)
 
 
 def keys_items(workload: Workload, lengths: Lengths, rows: int = ROWS, groups: bool = False) -> list[KeysItem]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 
-from jagged_attn.backends._jit.constants import Constants
 from jagged_attn.backends.tlx_hopper.forward import forward
+from jagged_attn.backends.tlx_hopper.launch_forward import constants
 from jagged_attn.masks import BlockDiagonal, Causal, Full, SlidingWindow
 from jagged_attn.schedule.hopper import (
     _PAIR,
@@ -20,6 +21,7 @@ from jagged_attn.schedule.hopper import (
     ForwardConfig,
     forward_config,
 )
+from jagged_attn.spec import AttentionSpec, Kind
 from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
 
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence")
@@ -101,12 +103,10 @@ def _compiled(case: Case) -> Resources:
     signature |= dict.fromkeys(("table", "counter"), "*i32")
     signature |= dict.fromkeys(("max_entries", "num_sequences", "num_queries", "total_kv", "query_tiles"), "i32")
     signature |= {"scale": "fp32", "out_scale": "fp32"}
-    constants = Constants(
-        **vars(config), heads=4, group=1, dim=dim, mask=_MASKS[case.mask].code, act=case.act,
-        broadcast_q=case.num_queries is not None, q_stages=config.q_stages,
-    )  # fmt: skip
+    kind: Kind = "self" if case.num_queries is None else "broadcast_q"
+    spec = AttentionSpec(kind, torch.bfloat16, 4, 4, dim, dim, _MASKS[case.mask], (case.act,), 1.0, 1.0, False)
     options = {"maxnreg": config.max_registers} if config.max_registers is not None else {}
-    return compile_kernel(Compilation(str(case), forward, signature, {"C": constants}, 90, options))
+    return compile_kernel(Compilation(str(case), forward, signature, {"C": constants(spec, config)}, 90, options))
 
 
 def _check(case: Case) -> None:

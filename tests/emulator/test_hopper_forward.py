@@ -35,6 +35,12 @@ def _offsets(lengths):
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
+def _geometry(spec, q, k, offsets_q, offsets_kv):
+    """Offsets with the tables that the backend asks for."""
+    tables = _tables(table_requests(spec, HOPPER), q.shape[0], k.shape[0], offsets_q, offsets_kv)
+    return Geometry(offsets_q, offsets_kv, tuple(tables))
+
+
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
           mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, short=True, run=1, config=None,
           monkeypatch=None):  # fmt: skip
@@ -58,13 +64,13 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
         kind, dtype, *heads, dim, dim, mask or Full(), (activation,), dim**-0.5,
         1.0 if activation == "softmax" else 0.5, False,
     )  # fmt: skip
-    tables = tuple(_tables(table_requests(spec, HOPPER), rows_q, rows_kv, offsets_q, offsets_kv))
+    geometry = _geometry(spec, q, k, offsets_q, offsets_kv)
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: processors)
     monkeypatch.setattr(launch_forward, "are_short", lambda *_: short)
     monkeypatch.setattr(launch_forward, "forward_run", lambda *_: run)
     launch = Launch(checks=HOUSE_RULES, arch=90, schedule=schedule, outputs=("desc_o", "lse"))
     with emulated_launches(launch) as reports:
-        out, lse = launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
+        out, lse = launch_forward.forward(q, k, v, geometry, spec)
     want, want_lse = reference.forward(q.double(), k.double(), v.double(), Geometry(offsets_q, offsets_kv, ()), spec)
     # The weights and the output are rounded to the dtype; sums are in fp32.
     limit = 2 * torch.finfo(dtype).eps * max(want.abs().max().item() if want.numel() else 0.0, 1e-30)
@@ -233,9 +239,8 @@ def test_a_launch_chooses_by_its_own_sizes(name, monkeypatch):
     offsets_kv = _offsets(lengths_kv or lengths_q)
     offsets_q = None if shared else _offsets(lengths_q)
     spec = AttentionSpec(kind, q.dtype, 4, 4, 128, 128, Full(), ("softmax",), 1.0, 1.0, False)
-    tables = tuple(_tables(table_requests(spec, HOPPER), q.shape[0], rows_kv, offsets_q, offsets_kv))
     with pytest.raises(Chosen):
-        launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)
+        launch_forward.forward(q, k, v, _geometry(spec, q, k, offsets_q, offsets_kv), spec)
     assert chosen == [(shared, *want)]
 
 
@@ -254,9 +259,8 @@ def test_a_neighbour_that_is_not_a_number_changes_no_bit(kind, activation, value
     monkeypatch.setattr(launch_forward, "num_processors", lambda device: 2)
 
     def run():
-        tables = tuple(_tables(table_requests(spec, HOPPER), q.shape[0], k.shape[0], offsets_q, offsets_kv))
         with emulated_launches(Launch(checks=HOUSE_RULES, arch=90, schedule=_RANDOM)):
-            return launch_forward.forward(q, k, v, Geometry(offsets_q, offsets_kv, tables), spec)[0]
+            return launch_forward.forward(q, k, v, _geometry(spec, q, k, offsets_q, offsets_kv), spec)[0]
 
     clean = run()
     for x, offsets in ((q, offsets_q), (k, offsets_kv), (v, offsets_kv)):
