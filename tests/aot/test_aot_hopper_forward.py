@@ -119,8 +119,12 @@ def _check(case: Case) -> None:
         contains=kinds,
         lacks=("cp_async", "tma_reduce"),
     )
-    violations = gate.violations(_compiled(case))
+    found = _compiled(case)
+    violations = gate.violations(found)
     assert not violations, "\n".join(violations)
+    # One behind each group's store of its output. The compiler puts one before each product, in the loop, where it sees
+    # that the queries' tiles are stored to.
+    assert found.instructions["proxy_fence"] == config.groups
 
 
 def _check_memory(case: Case) -> None:

@@ -27,6 +27,20 @@ def ring(count, STAGES: tl.constexpr):
 
 
 @triton.jit
+def tile_to_store(tiles, buf, FIRST: tl.constexpr, END: tl.constexpr, STEP: tl.constexpr):
+    """``tiles[buf]``, one of ``range(FIRST, END, STEP)``, for a store to tiles that products read at other times.
+
+    Branches choose it, which the compiler does not see through. Where it sees that what a product reads is stored to,
+    it puts a fence before each such product, in loops, too; the one that every store needs behind it is enough.
+    """
+    tile = tiles[FIRST]
+    for i in tl.static_range(FIRST + STEP, END, STEP):
+        if buf == i:
+            tile = tiles[i]
+    return tile
+
+
+@triton.jit
 def ragged(start, length, row, column):
     """Coordinates of row ``row`` of a sequence in a ragged map: loads give 0 past its end, stores write nothing."""
     start = tl.cast(start, tl.int32)

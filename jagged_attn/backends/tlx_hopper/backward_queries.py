@@ -11,7 +11,16 @@ import triton.language as tl
 
 from .._jit.backward_rows import entry_of, first_block, masked
 from .._jit.jagged import partner_rows, sequence_rows
-from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, read_numbers, receive_numbers, ring
+from .._jit.rings import (
+    ITEM_SLOT,
+    next_item,
+    pass_on,
+    ragged,
+    read_numbers,
+    receive_numbers,
+    ring,
+    tile_to_store,
+)
 from .._jit.scores import LOG2E, derivative, key_range, mask_kind
 from .._jit.tlx import tlx
 
@@ -222,7 +231,7 @@ def _sum(g: tl.constexpr, desc_dq, scale, out_scale, hand_out, tiles, rows, load
         if g == 0 or first_query < len_q:
             item = (head, start_q, len_q, begin, n, len_kv)
             dq = _tiles(g, turn, count, item, first_query, scale, tiles, rows, loads, DTYPE, C)
-            out_tile = tiles[0][q_buf]
+            out_tile = tile_to_store(tiles[0], q_buf, g, 4, 2)
             tlx.local_store(out_tile, (dq * (scale * out_scale)).to(DTYPE))
             tlx.fence("async_shared")
             tlx.async_descriptor_store(desc_dq, out_tile, ragged(start_q, len_q, first_query, head * C.dim))

@@ -21,17 +21,19 @@ import triton
 import triton.language as tl
 
 from .._jit.forward_items import find_tile, run_goes_on, unmasked_blocks, write_empty
-from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, receive_numbers, ring
+from .._jit.rings import ITEM_SLOT, next_item, pass_on, ragged, receive_numbers, ring, tile_to_store
 from .._jit.scores import (
     LN2,
     LOG2E,
     activate_but_factor,
     activate_product,
+    gated_product,
     key_range,
     leaves_factor_out,
     mask_kind,
     mask_opens,
     pairs_allowed,
+    rounded_gate,
 )
 from .._jit.tlx import tlx
 
@@ -212,7 +214,8 @@ def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E7
                C: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """The weights p of a block, what the sums so far have to be multiplied by, and the new row maxima and sums.
 
-    Of ``leaves_factor_out`` the weights are without their factor, which ``attend`` has put into that of the output.
+    Of ``leaves_factor_out`` the weights are without their factor, which ``attend`` has put into that of the output;
+    without a mask they are what ``_rounded`` makes them of.
     """
     if MASKED:
         lo_rows, hi_rows, len_kv = seen
@@ -230,13 +233,25 @@ def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E7
         alpha = tl.math.exp2(m - base)
         return p, alpha, m_new, l * alpha + tl.sum(p, 1)
     else:
-        if leaves_factor_out(C.act, DTYPE):
-            p = activate_but_factor(s, scale)
+        if leaves_factor_out(C.act, DTYPE) and not MASKED:
+            return rounded_gate(s, scale), m, m, l
         else:
-            p = activate_product(s, scale, C.act, True)
-        if MASKED:
-            p = tl.where(allowed, p, 0.0)
-        return p, m, m, l
+            if leaves_factor_out(C.act, DTYPE):
+                p = activate_but_factor(s, scale)
+            else:
+                p = activate_product(s, scale, C.act, True)
+            if MASKED:
+                p = tl.where(allowed, p, 0.0)
+            return p, m, m, l
+
+
+@triton.jit
+def _rounded(p, DTYPE: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr):
+    """The weights of ``_activated``, as the product with the values takes them."""
+    if leaves_factor_out(C.act, DTYPE) and not MASKED:
+        return gated_product(p)
+    else:
+        return p.to(DTYPE)
 
 
 @triton.jit
@@ -262,7 +277,7 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     if C.act == "softmax":
         acc = acc * alpha[:, None]
     # Rounded after the wait: before it, ptxas may serialise the product that still reads the weights before these.
-    return acc, p_new.to(p.dtype), m, l
+    return acc, _rounded(p_new, p.dtype, C, MASKED), m, l
 
 
 @triton.jit
@@ -312,7 +327,7 @@ def _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     # Without a mask or a sum of weights, keys past the end need no comparison: their scores of 0 meet zeros in V.
     CUT: tl.constexpr = C.act == "softmax" or mask_kind(C.mask) != "full"
     p, _, m, l = _activated(s, m, l, scale, first_key, seen, DTYPE, C, CUT)  # noqa: E741
-    return tl.zeros((_ROWS, C.dim), tl.float32), p.to(DTYPE), m, l
+    return tl.zeros((_ROWS, C.dim), tl.float32), _rounded(p, DTYPE, C, CUT), m, l
 
 
 @triton.jit
@@ -332,7 +347,7 @@ def _store_rows(acc, m, l, own_row, item, desc_o, lse, out_scale, o_tile, C: tl.
 
 
 @triton.jit
-def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tile, loads,
+def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tiles, loads,
                  g: tl.constexpr, C: tl.constexpr):  # fmt: skip
     """This group's rows of an item; returns ``count`` and the next item."""
     len_q, len_kv, blocks = item[2], item[5], item[7]
@@ -383,9 +398,10 @@ def _attend_rows(count, turn, item, desc_o, lse, scale, out_scale, hand_out, til
     if C.q_stages == 1:
         # The store of the item before has read the staging tile.
         tlx.async_descriptor_store_wait(0)
+        o_tile = o_tiles[g]
     else:
         # Of two tiles of queries, this item's is read no more.
-        o_tile = q_tile
+        o_tile = tile_to_store(o_tiles, q_buf, g, C.groups * C.q_stages, C.groups)
     acc = tlx.async_dot_wait(0, acc)
     _release(v_empty[last], item, C)
     _store_rows(acc, m, l, own_row, item, desc_o, lse, out_scale, o_tile, C)
@@ -421,7 +437,7 @@ def attend(g: tl.constexpr, desc_o, out, lse, where, scale, out_scale, hand_out,
         # The first group has a row in every item.
         if g == 0 or item[3] + g * _ROWS < item[2]:
             count, item = _attend_rows(
-                count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tiles[g], loads, g, C
+                count, turn, item, desc_o, lse, scale, out_scale, hand_out, tiles, o_tiles, loads, g, C
             )  # fmt: skip
         else:
             count, item = _pass_by(count, turn, item, hand_out, loads, g, C)
@@ -450,7 +466,7 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     q_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups * C.q_stages)
     k_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.k_stages)
     v_tiles = tlx.local_alloc((C.block_kv, C.dim), DTYPE, C.v_stages)
-    o_tiles = q_tiles  # with two tiles of queries not read: outputs leave through an item's own
+    o_tiles = q_tiles  # of two tiles of queries an item's own takes its output
     if C.q_stages == 1:
         o_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
     q_full = tlx.alloc_barriers(C.groups * C.q_stages)
