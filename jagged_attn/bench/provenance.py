@@ -64,7 +64,7 @@ def collect_provenance(
         if on_gpu
         else "",
         command=_command_line(*program, *arguments),
-        commit=commit or _commit(),
+        commit=commit or commit_of(Path(__file__).parents[1]),
         python=platform.python_version(),
         torch=torch.__version__,
         triton=_triton(),
@@ -89,13 +89,13 @@ def _run(*command: str) -> str:
         return UNKNOWN
 
 
-def _commit() -> str:
-    here = str(Path(__file__).parent)
-    commit = _run("git", "-C", here, "rev-parse", "--short=12", "HEAD")
+def commit_of(package: Path) -> str:
+    """The commit that a folder of the package is at, ``+changes`` behind it if its files differ."""
+    commit = _run("git", "-C", str(package), "rev-parse", "--short=12", "HEAD")
     if commit == UNKNOWN:
         return UNKNOWN
     # Only files that can change a figure count.
-    changes = _run("git", "-C", here, "status", "--porcelain", "--untracked-files=no", "--", "..")
+    changes = _run("git", "-C", str(package), "status", "--porcelain", "--untracked-files=no", "--", ".")
     return f"{commit}+changes" if changes else commit
 
 
