@@ -73,12 +73,10 @@ FORWARD_WORK = {
         Work(fma=66), Work(alu=147), _END,
     ),
     ("fast_gelu", 128): ForwardWork(
-        Work(other=24), Work(fma=96, alu=64, mufu=64), Work(fma=32), Work(), Work(alu=128),
-        Work(fma=64, alu=32, other=200),
+        Work(other=24), Work(fma=256, mufu=64), Work(alu=64), Work(), Work(alu=128), Work(fma=64, alu=32, other=200),
     ),
     ("fast_gelu", 64): ForwardWork(
-        Work(other=24), Work(fma=48, alu=32, mufu=32), Work(fma=16), Work(), Work(alu=176),
-        Work(fma=64, alu=32, other=200),
+        Work(other=24), Work(fma=128, mufu=32), Work(alu=32), Work(), Work(alu=176), Work(fma=64, alu=32, other=200),
     ),
 }  # fmt: skip
 

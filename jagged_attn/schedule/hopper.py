@@ -85,10 +85,10 @@ _SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 2), 128: ForwardConfig(64,
 # The most keys of the mean sequence for which three groups are faster, by head dim: at 64 always. At 128 lengths of 512
 # gain 10 %, of up to 1,024 rows 5, of up to 2,048 none; lengths of 1024 lose 10: small blocks keep shared memory busy.
 _SHORT = {64: None, 128: 640}
-# A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Windows of 2048
-# long sequences, by one group and by pairs: D = 128, 201 and 601 keys 1.91 and 3.2 ms, 3.21 and 4.0; 1,001 the same,
-# 1,401 5.8 and 5.4; D = 64, 801 and 1,001 keys 2.66 and 3.09, 3.53 and 3.40; 1,801 4.26 and 4.13. Blocks of 512 keys
-# are within 3 % at either D.
+# A row that sees no more keys than this is narrow: its tile is best as small as the rows of one group. Windows of
+# sequences of up to 2,048 rows, ms by one group and by pairs: D = 128, 201 keys 1.91 and 3.21, 601 keys 3.2 and 4.0,
+# 1,001 keys 4.8 both, 1,401 keys 5.8 and 5.4; D = 64, 801 keys 2.7 and 3.5, 1,001 keys 3.1 and 3.4, 1,801 keys 4.3 and
+# 4.1. Blocks of 512 keys are within 3 % at either D.
 _NARROW_WINDOW, _NARROW_BLOCK = 1024, 256
 
 

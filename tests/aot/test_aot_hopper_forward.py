@@ -22,7 +22,7 @@ from jagged_attn.schedule.hopper import (
     forward_config,
 )
 from jagged_attn.spec import AttentionSpec, Kind
-from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel
+from jagged_attn.testing.aot import Compilation, Gate, Resources, compile_kernel, unmet_stores
 
 _HOPPER = ("wgmma", "tma_load", "tma_store", "setmaxnreg", "proxy_fence")
 # Shared memory of a CTA, by the CTAs that share a multiprocessor.
@@ -125,6 +125,8 @@ def _check(case: Case) -> None:
     # One behind each group's store of its output. The compiler puts one before each product, in the loop, where it sees
     # that the queries' tiles are stored to.
     assert found.instructions["proxy_fence"] == config.groups
+    # What hides the store from it must not hide where a group's threads have to meet.
+    assert unmet_stores(found.ptx) == (config.groups, [])
 
 
 def _check_memory(case: Case) -> None:

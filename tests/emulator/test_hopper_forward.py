@@ -43,10 +43,11 @@ def _geometry(spec, q, k, offsets_q, offsets_kv):
 
 def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num_queries=3, heads=(2, 2), dim=64,
           mask=None, activation="softmax", dtype=torch.bfloat16, processors=3, short=True, run=1, config=None,
-          monkeypatch=None):  # fmt: skip
+          mean_score=0.0, monkeypatch=None):  # fmt: skip
     """Run the forward and compare it with the reference; returns the asynchronous operations by engine.
 
-    ``short`` and ``run`` are in the place of what the launch would find; ``config`` in that of what is shipped.
+    Scores have variance 1, or with another ``mean_score`` one that makes nearly all of them negative. ``short`` and
+    ``run`` are in the place of what the launch would find; ``config`` in that of what is shipped.
     """
     if config is not None:
         for module in (capability, launch_forward):
@@ -58,6 +59,9 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     rows_q = num_queries if kind == "broadcast_q" else sum(lengths_q) + (tail if kind == "self" else 3)
     q = torch.randn(rows_q, heads[0], dim, generator=generator).to(dtype)
     k, v = (torch.randn(rows_kv, heads[1], dim, generator=generator).to(dtype) for _ in range(2))
+    if mean_score:
+        shift = (-mean_score / dim**0.5) ** 0.5
+        q, k = 0.3 * q + shift, 0.3 * k - shift
     offsets_kv = _offsets(lengths_kv)
     offsets_q = None if kind == "broadcast_q" else offsets_kv if kind == "self" else _offsets(lengths_q)
     spec = AttentionSpec(
@@ -140,7 +144,12 @@ CASES = {
     "three groups in turns": {
         "lengths_q": (500, 0, 129), "mask": Causal(), "config": replace(_TRIPLE[64], turns=True)
     },
-    "pairs, window": {"mask": SlidingWindow(500, 200), "lengths_q": (900, 0, 65)},
+    "pairs, window": {"mask": SlidingWindow(900, 200), "lengths_q": (1300, 0, 65)},
+    # Where an activation nearly cancels: a tanh in bfloat16 would be off by a tenth of the result.
+    "fast gelu, negative": {"activation": "fast_gelu", "lengths_q": (300, 0, 129), "mean_score": -2.5},
+    "fast gelu, negative, fp16": {
+        "activation": "fast_gelu", "lengths_q": (300, 0, 129), "mean_score": -2.5, "dtype": torch.float16
+    },
     "runs, grouped heads": {**_FEW_KEYS, "heads": (4, 2), "run": 4},
     "runs, one CTA": {**_FEW_KEYS, "run": 4, "processors": 1},
     "runs, a CTA each": {**_FEW_KEYS, "run": 4, "processors": 99},
@@ -242,6 +251,11 @@ def test_a_launch_chooses_by_its_own_sizes(name, monkeypatch):
     with pytest.raises(Chosen):
         launch_forward.forward(q, k, v, _geometry(spec, q, k, offsets_q, offsets_kv), spec)
     assert chosen == [(shared, *want)]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_group_takes_windows_of_up_to_1024_keys(dim):
+    assert [forward_config(dim, None, SlidingWindow(1000, n)).groups for n in (23, 24)] == [1, 2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

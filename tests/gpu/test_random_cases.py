@@ -30,9 +30,9 @@ DEVICE = "cuda"
 EDGES = (0, 0, 1, 2, 15, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257)
 MASKS = (
     ja.Full(), ja.Full(), ja.Causal(), ja.Causal("top_left"), ja.SlidingWindow(100, 20), ja.SlidingWindow(9, None),
-    ja.SlidingWindow(300, 300, "top_left"), ja.BlockDiagonal(64), ja.BlockDiagonal(13),
+    ja.SlidingWindow(300, 300, "top_left"), ja.SlidingWindow(900, 200), ja.BlockDiagonal(64), ja.BlockDiagonal(13),
 )  # fmt: skip
-ACTIVATIONS = ("softmax", "softmax", "gelu", "silu", "relu", "gelu_tanh")
+ACTIVATIONS = ("softmax", "softmax", "gelu", "silu", "relu", "gelu_tanh", "fast_gelu")
 
 
 def static_facts(draw: random.Random) -> dict[str, Any]:

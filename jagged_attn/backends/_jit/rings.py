@@ -28,7 +28,7 @@ def ring(count, STAGES: tl.constexpr):
 
 @triton.jit
 def tile_to_store(tiles, buf, FIRST: tl.constexpr, END: tl.constexpr, STEP: tl.constexpr):
-    """``tiles[buf]``, one of ``range(FIRST, END, STEP)``, for a store to tiles that products read at other times.
+    """``tiles[buf]``, ``buf`` in ``range(FIRST, END, STEP)``, for a store to what products read at other times.
 
     Branches choose it, which the compiler does not see through. Where it sees that what a product reads is stored to,
     it puts a fence before each such product, in loops, too; the one that every store needs behind it is enough.

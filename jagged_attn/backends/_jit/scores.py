@@ -240,46 +240,6 @@ def activate_but_factor(s, scale):
 
 
 @triton.jit
-def _times(x, y):
-    """``x y``, two at a time."""
-    return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.bfloat16, is_pure=True,
-                                     pack=2)  # fmt: skip
-
-
-@triton.jit
-def _times_plus(x, y, z):
-    """``x y + z``, rounded once, two at a time."""
-    return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], dtype=tl.bfloat16,
-                                     is_pure=True, pack=2)  # fmt: skip
-
-
-@triton.jit
-def _tanh_of_pairs(x):
-    return tl.inline_asm_elementwise("tanh.approx.bf16x2 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=True,
-                                     pack=2)  # fmt: skip
-
-
-@triton.jit
-def rounded_gate(s, scale):
-    """``s`` and the ``tanh`` of ``fast_gelu``, for ``gated_product``, in bfloat16: 4 instructions a score, not 5.5.
-
-    The output's relative error grows from 2.3e-3 to 3.7e-3 (``gdpa/1024x256`` of the bench); that of an activation of
-    bfloat16 scores is 3.1e-3.
-    """
-    linear = scale * (0.5 * _GELU_2A)
-    x = s.to(tl.bfloat16)
-    factor = _times_plus(_times(x, x), (linear * scale * scale * _GELU_B).to(tl.bfloat16), linear.to(tl.bfloat16))
-    return x, _tanh_of_pairs(_times(x, factor))
-
-
-@triton.jit
-def gated_product(gate):
-    """``activate_but_factor`` from what ``rounded_gate`` returned."""
-    x, t = gate
-    return _times_plus(x, t, x)
-
-
-@triton.jit
 def derivative(x, ACT: tl.constexpr, FAST_TANH: tl.constexpr):
     """The derivative of ``activate``; at a kink, that of the left side."""
     if ACT == "identity":

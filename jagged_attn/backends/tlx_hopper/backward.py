@@ -151,16 +151,16 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
     COLUMNS: tl.constexpr = C.dim // 2
     # The factor of dP waits for it in this group's part of the dS tile where registers would not hold it as well.
     PARK: tl.constexpr = C.act != "softmax" and C.dim == 128
-    HOLDS: tl.constexpr = _holds_factors(C.dim, C.dq, C.act)
+    # Registers that hold the factors do not hold delta while dP is made, too.
+    DELTA_IS_LATE: tl.constexpr = _holds_factors(C.dim, C.dq, C.act)
     buf, phase = ring(count, C.stages)
     ds_buf, ds_phase = ring(count, C.ds_stages)
     k_buf = turn % 2
     # Before a CTA's first tile there is none: this product of zeros is made and dropped.
     last_buf, last_phase = ring(count + (C.ds_stages - 1), C.ds_stages)
     tlx.barrier_wait(q_full[buf], phase)
-    # Row statistics are read while products run, where registers hold them: after those they would be waited for.
+    # Row statistics are read while products run: after those they would be waited for.
     lse_row = tl.zeros([C.rows], tl.float32)
-    delta_row = lse_row
     if C.act == "softmax":
         lse_row = tlx.local_load(lse_rows[buf])
     s = tlx.async_dot(tlx.local_slice(k_tiles[k_buf], [g * HALF, 0], [HALF, C.dim]), tlx.local_trans(q_tiles[buf]))
@@ -194,14 +194,14 @@ def _tile(g: tl.constexpr, dk, dv, step, first_query, seen, last, scale, desc_su
                 tlx.barrier_arrive(k_empty[last[4]], 1)
             _add(desc_sum, dq_tiles[g], dq, last, g * COLUMNS)
     dv = tlx.async_dot(p, do_tiles[buf], dv)
-    if C.act == "softmax" and not HOLDS:
+    if C.act == "softmax" and not DELTA_IS_LATE:
         delta_row = tlx.local_load(delta_rows[buf])
     dp = tlx.async_dot_wait(1, dp)
     if trip == trips - 1:
         tlx.barrier_arrive(v_empty[0], 1)
-    if C.act == "softmax" and HOLDS:
-        delta_row = tlx.local_load(delta_rows[buf])
     if C.act == "softmax":
+        if DELTA_IS_LATE:
+            delta_row = tlx.local_load(delta_rows[buf])
         dp -= delta_row[None, :]
     if PARK:
         factor = tlx.local_load(own_ds, layout=_PRODUCT_64X64)

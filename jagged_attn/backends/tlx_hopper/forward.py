@@ -27,13 +27,11 @@ from .._jit.scores import (
     LOG2E,
     activate_but_factor,
     activate_product,
-    gated_product,
     key_range,
     leaves_factor_out,
     mask_kind,
     mask_opens,
     pairs_allowed,
-    rounded_gate,
 )
 from .._jit.tlx import tlx
 
@@ -214,8 +212,7 @@ def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E7
                C: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """The weights p of a block, what the sums so far have to be multiplied by, and the new row maxima and sums.
 
-    Of ``leaves_factor_out`` the weights are without their factor, which ``attend`` has put into that of the output;
-    without a mask they are what ``_rounded`` makes them of.
+    Of ``leaves_factor_out`` the weights are without their factor, which ``attend`` has put into that of the output.
     """
     if MASKED:
         lo_rows, hi_rows, len_kv = seen
@@ -233,25 +230,13 @@ def _activated(s, m, l, scale, first_key, seen, DTYPE: tl.constexpr,  # noqa: E7
         alpha = tl.math.exp2(m - base)
         return p, alpha, m_new, l * alpha + tl.sum(p, 1)
     else:
-        if leaves_factor_out(C.act, DTYPE) and not MASKED:
-            return rounded_gate(s, scale), m, m, l
+        if leaves_factor_out(C.act, DTYPE):
+            p = activate_but_factor(s, scale)
         else:
-            if leaves_factor_out(C.act, DTYPE):
-                p = activate_but_factor(s, scale)
-            else:
-                p = activate_product(s, scale, C.act, True)
-            if MASKED:
-                p = tl.where(allowed, p, 0.0)
-            return p, m, m, l
-
-
-@triton.jit
-def _rounded(p, DTYPE: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr):
-    """The weights of ``_activated``, as the product with the values takes them."""
-    if leaves_factor_out(C.act, DTYPE) and not MASKED:
-        return gated_product(p)
-    else:
-        return p.to(DTYPE)
+            p = activate_product(s, scale, C.act, True)
+        if MASKED:
+            p = tl.where(allowed, p, 0.0)
+        return p, m, m, l
 
 
 @triton.jit
@@ -277,7 +262,7 @@ def _block(sums, count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     if C.act == "softmax":
         acc = acc * alpha[:, None]
     # Rounded after the wait: before it, ptxas may serialise the product that still reads the weights before these.
-    return acc, _rounded(p_new, p.dtype, C, MASKED), m, l
+    return acc, p_new.to(p.dtype), m, l
 
 
 @triton.jit
@@ -327,7 +312,7 @@ def _first_block(count, item, scale, first_key, seen, q_tile, tiles, loads, g: t
     # Without a mask or a sum of weights, keys past the end need no comparison: their scores of 0 meet zeros in V.
     CUT: tl.constexpr = C.act == "softmax" or mask_kind(C.mask) != "full"
     p, _, m, l = _activated(s, m, l, scale, first_key, seen, DTYPE, C, CUT)  # noqa: E741
-    return tl.zeros((_ROWS, C.dim), tl.float32), _rounded(p, DTYPE, C, CUT), m, l
+    return tl.zeros((_ROWS, C.dim), tl.float32), p.to(DTYPE), m, l
 
 
 @triton.jit

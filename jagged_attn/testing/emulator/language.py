@@ -93,7 +93,7 @@ TLX = Tlx()
 
 
 def _wide(x: Any) -> Any:
-    return np.asarray(decode(x.handle.data, x.dtype), np.float64) if isinstance(x, tl.tensor) else np.float64(unwrap(x))
+    return np.asarray(x.handle.data, np.float64) if isinstance(x, tl.tensor) else np.float64(unwrap(x))
 
 
 def _f32(x: np.ndarray) -> tl.tensor:
@@ -124,9 +124,7 @@ _PTX_MNEMONICS: list[tuple[str, Callable[..., np.ndarray]]] = [
     (r"ex2\.approx(\.ftz)?\.f32", lambda a: np.exp2(a)),
     (r"lg2\.approx(\.ftz)?\.f32", lambda a: np.log2(a)),
     (r"rcp\.approx(\.ftz)?\.f32", lambda a: 1 / a),
-    (r"tanh\.approx\.(f32|bf16x2)", lambda a: np.tanh(a)),
-    (r"fma\.rn\.bf16x2", lambda a, b, c: a * b + c),
-    (r"mul\.rn\.bf16x2", lambda a, b: a * b),
+    (r"tanh\.approx\.f32", lambda a: np.tanh(a)),
 ]
 _PTX_NOISE = re.compile(r"^\s*([{}]|\.reg|mov\.)")
 # What changes nothing here: a task is one actor, so its threads need not meet; global memory knows no proxies.
