@@ -17,7 +17,10 @@ SHORT = (5, 0, 1, 17, 33)
 
 @dataclass(frozen=True)
 class Case:
-    """One call, by its static facts and lengths; ``num_shared_queries`` makes it broadcast-Q."""
+    """One call, by its static facts and lengths; ``num_shared_queries`` makes it broadcast-Q.
+
+    Scores have mean 0 and variance 1. With a ``mean_score``, a number below 0, nearly all are negative.
+    """
 
     name: str
     lengths: tuple[int, ...] = SHORT
@@ -26,6 +29,7 @@ class Case:
     heads: tuple[int, int] = (3, 3)
     dims: tuple[int, int] = (16, 16)
     extra_rows: int = 0
+    mean_score: float = 0.0
     offsets_dtype: torch.dtype = torch.int64
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -38,6 +42,10 @@ class Case:
             num_heads=self.heads[0], num_kv_heads=self.heads[1], head_dim=self.dims[0], value_head_dim=self.dims[1],
             dtype=dtype, device=device, offsets_dtype=self.offsets_dtype, extra_rows=self.extra_rows,
         )  # fmt: skip
+        if self.mean_score:
+            shift = (-self.mean_score * self.dims[0] ** -0.5) ** 0.5
+            inputs.q.mul_(0.3).add_(shift)
+            inputs.k.mul_(0.3).sub_(shift)
         inputs.q.mul_(magnitude)
         return inputs
 
@@ -107,6 +115,11 @@ CASES = [
     _masked("block-diagonal", ja.BlockDiagonal(64), lengths=EDGES, heads=(2, 2)),
     _masked("block-diagonal-odd", ja.BlockDiagonal(13), lengths=(5, 0, 13, 14, 70)),
     *(Case(f"activation-{name}", options={"activation": name}) for name in ELEMENTWISE),
+    # Where x act(x) nearly cancels, an error that is small beside x is not small beside the result.
+    *(
+        Case(f"activation-{name}-negative", mean_score=-2.5, options={"activation": name})
+        for name in ("gelu", "gelu_tanh", "silu", "fast_gelu", "fast_silu")
+    ),
     Case("activation-causal", lengths=(70, 0, 9), options={"activation": "gelu", "mask": ja.Causal()}),
     Case("activation-window", lengths=(70, 0, 9), options={"activation": "silu", "mask": ja.SlidingWindow(9, 5)}),
     Case("activation-cross", **_CROSS, options={"activation": "fast_gelu", "scale": 1.0, "out_scale": 0.5}),

@@ -19,7 +19,7 @@ BY_NAME = {case.name: case for case in CASES}
 # Every edge of a tile is met once, in float32; what follows uses short sequences, since an interpreter is slow.
 HALF_CASES = (
     "self", "self-grouped-heads", "cross", "causal-cross", "window-cross", "activation-gelu", "activation-mix-grouped",
-    "broadcast-q-short",
+    "activation-gelu-negative", "broadcast-q-short",
 )  # fmt: skip
 ISOLATION_CASES = (
     "self-short", "cross", "causal-cross", "window-cross", "activation-gelu", "broadcast-q-short", "block-diagonal-odd",
