@@ -8,7 +8,7 @@ from torch import Tensor
 
 import jagged_attn as ja
 from jagged_attn.activations import ELEMENTWISE
-from jagged_attn.testing.inputs import AttentionInputs, attention_inputs
+from jagged_attn.testing.inputs import AttentionInputs, attention_inputs, lower_scores
 
 # 0, 1 and both sides of the tile sizes in use.
 EDGES = (0, 1, 31, 32, 33, 0, 63, 64, 65, 127, 128, 129, 0)
@@ -19,7 +19,7 @@ SHORT = (5, 0, 1, 17, 33)
 class Case:
     """One call, by its static facts and lengths; ``num_shared_queries`` makes it broadcast-Q.
 
-    Scores have mean 0 and variance 1. With a ``mean_score``, a number below 0, nearly all are negative.
+    Scores have mean 0 and variance 1, or a ``mean_score`` below 0: see ``lower_scores``.
     """
 
     name: str
@@ -43,9 +43,7 @@ class Case:
             dtype=dtype, device=device, offsets_dtype=self.offsets_dtype, extra_rows=self.extra_rows,
         )  # fmt: skip
         if self.mean_score:
-            shift = (-self.mean_score * self.dims[0] ** -0.5) ** 0.5
-            inputs.q.mul_(0.3).add_(shift)
-            inputs.k.mul_(0.3).sub_(shift)
+            lower_scores(inputs.q, inputs.k, self.mean_score)
         inputs.q.mul_(magnitude)
         return inputs
 

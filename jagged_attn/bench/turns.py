@@ -165,15 +165,12 @@ def _measure(checkouts: Sequence[Checkout], workload: str, options: argparse.Nam
     for name, fault in wrong.items():
         yield {"workload": workload, "phase": "", "checkout": name, "status": fault}
     right = [checkout for checkout in checkouts if checkout.name not in wrong]
-    kinds: list[tuple[str, str, dict[str, Any], int]] = [
-        (phase, phase, {"passes": options.passes}, options.rounds) for phase in (FORWARD, BACKWARD)
-    ]
+    jobs: dict[str, dict[str, Any]] = {p: {"phase": p, "passes": options.passes} for p in (FORWARD, BACKWARD)}
     if options.sustained:
-        seconds = {"seconds": _SUSTAINED_SECONDS}
-        kinds += [(f"{phase}, sustained", phase, seconds, options.rounds) for phase in (FORWARD, BACKWARD)]
-    for label, phase, how, rounds in kinds:
+        jobs |= {f"{p}, sustained": {"phase": p, "seconds": _SUSTAINED_SECONDS} for p in (FORWARD, BACKWARD)}
+    for label, job in jobs.items():
         first = None
-        for name, times in _take_turns(right, {"phase": phase, **how}, rounds).items():
+        for name, times in _take_turns(right, job, options.rounds).items():
             row: dict[str, Any] = {"workload": workload, "phase": label, "checkout": name}
             if isinstance(times, str):
                 yield {**row, "status": times}

@@ -196,15 +196,15 @@ def count_instructions(ptx: str) -> Counter[str]:
     return Counter({kind: len(re.findall(pattern, code)) for kind, pattern in KINDS.items()})
 
 
-def unmet_stores(ptx: str) -> tuple[int, list[str]]:
+def unmet_stores(ptx: str, meet: str = r"bar\.sync") -> tuple[int, list[str]]:
     """Stores and additions by TMA, and where the threads of a group do not meet around one.
 
     Sources have no barrier there. They rely on those that the compiler puts between the threads that write a buffer and
-    the one that hands it to TMA, and after that one has waited for TMA to have read it.
+    the one that hands it to TMA, and after that one has waited for TMA to have read it; ``meet`` is their pattern.
     """
     kinds = {
         "write": r"st\.shared\.v\d|stmatrix",
-        "meet": r"bar\.sync",
+        "meet": meet,
         "store": r"cp\.(?:reduce\.)?async\.bulk\.tensor\.\dd\.global",
         "read": r"cp\.async\.bulk\.wait_group\.read",
     }
@@ -212,9 +212,10 @@ def unmet_stores(ptx: str) -> tuple[int, list[str]]:
     events = [str(match.lastgroup) for match in re.finditer(pattern, ptx)]
     faults = []
     for i, event in enumerate(events):
-        before = next((e for e in reversed(events[:i]) if e != "store"), "nothing")
-        if event == "store" and before != "meet":
-            faults.append(f"a store by TMA behind a {before}")
+        if event == "store":
+            before = next((e for e in reversed(events[:i]) if e != "store"), "nothing")
+            if before != "meet":
+                faults.append(f"a store by TMA behind a {before}")
         if event == "read" and i + 1 < len(events) and events[i + 1] != "meet":
             faults.append(f"a {events[i + 1]} behind a wait for TMA to have read")
     return events.count("store"), faults

@@ -22,6 +22,7 @@ from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
 from jagged_attn.testing.emulator.run import Launch
 from jagged_attn.testing.emulator.schedules import Schedule
+from jagged_attn.testing.inputs import lower_scores
 
 HOPPER = Arch("cuda", (9, 0))
 LENGTHS = (0, 1, 63, 300, 64, 65, 127, 128, 129, 0)
@@ -46,8 +47,8 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
           mean_score=0.0, monkeypatch=None):  # fmt: skip
     """Run the forward and compare it with the reference; returns the asynchronous operations by engine.
 
-    Scores have variance 1, or with another ``mean_score`` one that makes nearly all of them negative. ``short`` and
-    ``run`` are in the place of what the launch would find; ``config`` in that of what is shipped.
+    ``short`` and ``run`` are in the place of what the launch would find; ``config`` in that of what is shipped. For
+    ``mean_score`` see ``lower_scores``.
     """
     if config is not None:
         for module in (capability, launch_forward):
@@ -60,8 +61,7 @@ def check(schedule, kind="self", lengths_q=LENGTHS, lengths_kv=None, tail=5, num
     q = torch.randn(rows_q, heads[0], dim, generator=generator).to(dtype)
     k, v = (torch.randn(rows_kv, heads[1], dim, generator=generator).to(dtype) for _ in range(2))
     if mean_score:
-        shift = (-mean_score / dim**0.5) ** 0.5
-        q, k = 0.3 * q + shift, 0.3 * k - shift
+        lower_scores(q, k, mean_score)
     offsets_kv = _offsets(lengths_kv)
     offsets_q = None if kind == "broadcast_q" else offsets_kv if kind == "self" else _offsets(lengths_q)
     spec = AttentionSpec(
