@@ -32,7 +32,9 @@ def check(case: Case, target: Target, dtype: torch.dtype, magnitude: float = 1.0
     inputs = case.inputs(dtype, "cpu", magnitude)
     exact = run(inputs.to(torch.float64), "reference", **case.options)
     eager = run(inputs, "eager", **case.options)
-    actual = run(case.inputs(dtype, target.device, magnitude), target.backend, **case.options)
+    on_device = case.inputs(dtype, target.device, magnitude)
+    assert all(torch.equal(getattr(on_device, x).cpu(), getattr(inputs, x)) for x in ("q", "k", "v", "dout"))
+    actual = run(on_device, target.backend, **case.options)
     facts = {"terms": max(inputs.k.shape[0], inputs.q.shape[0]), "largest_score": largest_score(inputs, case)}
     for name in exact:
         results = actual[name].cpu(), exact[name], eager[name]

@@ -146,8 +146,9 @@ def lower_scores(q: Tensor, k: Tensor, mean_score: float) -> None:
     With a mean of -2.5 they deviate by 0.3, so that nearly all are negative.
     """
     shift = (-mean_score * q.shape[-1] ** -0.5) ** 0.5
-    q.mul_(0.3).add_(shift)
-    k.mul_(0.3).sub_(shift)
+    # Rounded once: in half precision, the CPU and a GPU do not add the same number.
+    q.copy_(0.3 * q.double() + shift)
+    k.copy_(0.3 * k.double() - shift)
 
 
 def attention_inputs(
