@@ -23,10 +23,11 @@ class ForwardConfig:
         groups: consumer warp groups, 64 query rows each.
         k_stages: blocks of keys in flight.
         v_stages: blocks of values in flight.
-        registers: of a thread of a consumer group.
+        registers: of a thread of a consumer group; with ``load_warps`` of 1, the first has what the others leave.
         turns: whether the groups take turns at issuing products.
         ctas_per_processor: CTAs that share a multiprocessor.
         run: entries of the tile table that a CTA takes at once for one head, for keys to stay from one to the next.
+        load_warps: of the load role: 1, or the 4 of the compiler's default task, which else is a consumer group's.
     """
 
     block_kv: int
@@ -37,6 +38,7 @@ class ForwardConfig:
     turns: bool
     ctas_per_processor: int = 1
     run: int = 1
+    load_warps: int = 4
 
     @property
     def block_q(self) -> int:
@@ -75,12 +77,22 @@ class ForwardConfig:
 
 
 # Measured on an H200: docs/performance-log.md. Three groups hide more of the beginning and the end of one another's
-# items, and read keys less often; their blocks must be small, for the registers.
-_TRIPLE = {64: ForwardConfig(64, 3, 6, 6, 160, False), 128: ForwardConfig(64, 3, 4, 4, 160, False)}
+# items, and read keys less often; their blocks must be small, for the registers. A load role of one warp gains 1 to 2 %
+# where it is said to be one; of pairs and threes at D = 128 it costs 0 to 1 %.
+_TRIPLE = {
+    64: ForwardConfig(64, 3, 6, 6, 160, False, load_warps=1),
+    128: ForwardConfig(64, 3, 4, 4, 160, False),
+}
 _PAIR = {64: ForwardConfig(128, 2, 3, 3, 232, False), 128: ForwardConfig(128, 2, 2, 2, 232, True)}
 # Shared queries meet whole sequences: long items, for which a block of values more is worth it.
-_PAIR_SHARED = {64: ForwardConfig(128, 2, 3, 3, 232, True), 128: ForwardConfig(128, 2, 2, 3, 232, True)}
-_SINGLE = {64: ForwardConfig(64, 1, 5, 5, 208, False, 2), 128: ForwardConfig(64, 1, 2, 3, 208, False, 2)}
+_PAIR_SHARED = {
+    64: ForwardConfig(128, 2, 3, 3, 232, True, load_warps=1),
+    128: ForwardConfig(128, 2, 2, 3, 232, True, load_warps=1),
+}
+_SINGLE = {
+    64: ForwardConfig(64, 1, 5, 5, 232, False, 2, load_warps=1),
+    128: ForwardConfig(64, 1, 2, 3, 232, False, 2, load_warps=1),
+}
 
 # The most keys of the mean sequence for which three groups are faster, by head dim: at 64 always. At 128 lengths of 512
 # gain 10 %, of up to 1,024 rows 5, of up to 2,048 none; lengths of 1024 lose 10: small blocks keep shared memory busy.

@@ -20,10 +20,23 @@ CTA_SLOTS = 2 * ITEM_SLOT.value
 _EXTENT = tl.constexpr(2**30)
 
 
+@triton.constexpr_function
+def _power_of(stages):
+    """The exponent of a power of two, -1 of any other number."""
+    return stages.bit_length() - 1 if stages & (stages - 1) == 0 else -1
+
+
 @triton.jit
 def ring(count, STAGES: tl.constexpr):
-    """Buffer and phase of the ``count``-th use of a ring. A consumer waits for ``phase``, a producer for its flip."""
-    return count % STAGES, (count // STAGES) & 1
+    """Buffer and phase of the ``count``-th use of a ring. A consumer waits for ``phase``, a producer for its flip.
+
+    Counts are not negative, which the compiler does not know: its division by a power of two would be several steps.
+    """
+    POWER: tl.constexpr = _power_of(STAGES)
+    if POWER >= 0:
+        return count & (STAGES - 1), (count >> POWER) & 1
+    else:
+        return count % STAGES, (count // STAGES) & 1
 
 
 @triton.jit

@@ -481,12 +481,21 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     loads = (q_full, do_full, tile_empty, k_full, k_empty, v_full, v_empty)
     for_load = (desc_q, desc_k, desc_v, desc_do, row_stats, where, counter, hand_out, tiles, rows, loads)
     for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
+    # The default task has four warps: a load role of one leaves it to a group. Where groups make dQ, it is slower.
+    LOAD_WARPS: tl.constexpr = 1 if C.dq == "role" else 4
+    OTHERS: tl.constexpr = 2 if LOAD_WARPS == 4 else 1
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            _load(*for_load, C)
+            if LOAD_WARPS == 4:
+                _load(*for_load, C)
+            else:
+                _gradients(0, *for_groups, C)
         # With the load role's 24, all registers there are.
-        with tlx.async_task(num_warps=4, registers=208 if C.dq == "role" else 240, replicate=2):
-            _gradients(tlx.async_task_replica_id(), *for_groups, C)
+        with tlx.async_task(num_warps=4, registers=208 if C.dq == "role" else 240, replicate=OTHERS):
+            _gradients(tlx.async_task_replica_id() + (2 - OTHERS), *for_groups, C)
         if C.dq == "role":
             with tlx.async_task(num_warps=4, registers=72):
                 _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C)
+        if LOAD_WARPS == 1:
+            with tlx.async_task(num_warps=1, registers=24):
+                _load(*for_load, C)

@@ -270,13 +270,15 @@ def backward_64(desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, s
     hand_out = (chunk_full, chunk_empty)
     tiles = (q_tiles, do_tiles, k_tiles, v_tiles)
     loads = (q_full, do_full, do_empty, k_full, kv_empty, v_full, kv_empty)
+    for_groups = (desc_dk, desc_dv, desc_parts, stats, where, chunk_tiles, (score_scale, grad_scale, out_scale),
+                  control, hand_out, tiles, ds_tiles, dq_tiles, loads)  # fmt: skip
     with tlx.async_tasks():
         with tlx.async_task("default"):
+            _take_turns(0, *for_groups, C)
+        with tlx.async_task(num_warps=4, registers=240):
+            _take_turns(1, *for_groups, C)
+        with tlx.async_task(num_warps=1, registers=24):
             _load(desc_q, desc_k, desc_v, desc_do, where, num_queries, chunk_tiles, control, hand_out, tiles, loads, C)
-        with tlx.async_task(num_warps=4, registers=240, replicate=2):
-            _take_turns(tlx.async_task_replica_id(), desc_dk, desc_dv, desc_parts, stats, where, chunk_tiles,
-                        (score_scale, grad_scale, out_scale), control, hand_out, tiles, ds_tiles, dq_tiles, loads,
-                        C)  # fmt: skip
 
 
 # --- Up to 128 queries ---
@@ -453,9 +455,12 @@ def backward_128(desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, 
     tiles = (q_tiles, do_tiles, k_tiles, v_tiles)
     made = (p_tiles, ds_tiles, x_tiles, dq_tiles)
     loads = (q_full, do_full, do_empty, k_full, k_empty, v_full, v_empty)
+    for_groups = (desc_dk, desc_dv, desc_parts, stats, where, chunk_tiles, (score_scale, grad_scale, out_scale),
+                  control, hand_out, tiles, made, loads)  # fmt: skip
     with tlx.async_tasks():
         with tlx.async_task("default"):
+            _take_halves(0, *for_groups, C)
+        with tlx.async_task(num_warps=4, registers=240):
+            _take_halves(1, *for_groups, C)
+        with tlx.async_task(num_warps=1, registers=24):
             _load(desc_q, desc_k, desc_v, desc_do, where, num_queries, chunk_tiles, control, hand_out, tiles, loads, C)
-        with tlx.async_task(num_warps=4, registers=240, replicate=2):
-            _take_halves(tlx.async_task_replica_id(), desc_dk, desc_dv, desc_parts, stats, where, chunk_tiles,
-                         (score_scale, grad_scale, out_scale), control, hand_out, tiles, made, loads, C)  # fmt: skip

@@ -13,8 +13,8 @@ Without a mask a CTA may take items in runs: up to ``run`` tiles of queries of o
 table. Where the next is of the same sequence, and its blocks fit the rings, keys and values *stay*: the load role does
 not bring them again, and the consumers use the same buffers once more and give them back after the last such item only.
 
-``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers, turns and run of
-the ``ForwardConfig``; mask, act, broadcast_q.
+``C`` is a ``Constants``: heads, group, dim; block_kv, groups, k_stages, v_stages, q_stages, registers, turns, run and
+load_warps of the ``ForwardConfig``; mask, act, broadcast_q.
 """
 
 import triton
@@ -467,9 +467,19 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     hand_out = (slots, item_full, item_empty)
     tiles = (q_tiles, k_tiles, v_tiles)
     loads = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    for_groups = (desc_o, out, lse, where, scale, out_scale, hand_out, tiles, o_tiles, loads)
+    for_load = (desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads)
+    # The default task has four warps: a load role of one leaves it to a group.
+    OTHERS: tl.constexpr = C.groups if C.load_warps == 4 else C.groups - 1
     with tlx.async_tasks():
         with tlx.async_task("default"):
-            load(desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads, C)
-        with tlx.async_task(num_warps=4, registers=C.registers, replicate=C.groups):
-            attend(tlx.async_task_replica_id(), desc_o, out, lse, where, scale, out_scale, hand_out, tiles, o_tiles,
-                   loads, C)  # fmt: skip
+            if C.load_warps == 4:
+                load(*for_load, C)
+            else:
+                attend(0, *for_groups, C)
+        if OTHERS > 0:
+            with tlx.async_task(num_warps=4, registers=C.registers, replicate=OTHERS):
+                attend(tlx.async_task_replica_id() + (C.groups - OTHERS), *for_groups, C)
+        if C.load_warps == 1:
+            with tlx.async_task(num_warps=1, registers=24):
+                load(*for_load, C)
