@@ -80,7 +80,7 @@ CONFIGURATIONS = [
     (_main("D128, window", mask=SlidingWindow(100, 20, "top_left")), 96),
     (_main("D128, blocks", mask=BlockDiagonal(64)), 96),
     (_main("D128, grouped", group=4), 0),
-    (_main("D128, fast_gelu", act="fast_gelu"), 160),
+    (_main("D128, fast_gelu", act="fast_gelu"), 152),
     (_main("D128, silu, causal, grouped", act="silu", mask=Causal(), group=2), 128),
     (_main("D64", dim=64), 0),
     (_main("D64, fp16, causal", dim=64, dtype="fp16", mask=Causal()), 0),

@@ -436,7 +436,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     | ds_full | 2 × 128 | both groups, each with its half of the keys | who makes dQ |
     | ds_empty | 2 × 128, 128 | who makes dQ, after it | both groups, before they store the next dS |
     | item_full | 1 | load, when the slot holds an item | all others |
-    | item_empty | 2, 3 × 128 | all others, when its slot has been read for the last time | load |
+    | item_empty | 2, 3 | all others, when its slot has been read for the last time | load |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     k_tiles = tlx.local_alloc((C.keys, C.dim), DTYPE, 2)
@@ -468,7 +468,7 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     ds_empty = tlx.alloc_warp_barrier(C.ds_stages, 4, MAKERS)
     slots = tlx.local_alloc((1,), tl.int32, 2 * ITEM_SLOT)
     item_full = tlx.alloc_barriers(2)
-    item_empty = tlx.alloc_warp_barrier(2, 4, 4 - MAKERS)
+    item_empty = tlx.alloc_barriers(2, 4 - MAKERS)
     if C.dq == "groups":
         # The first dQ of all, which is dropped, reads the last buffer. Only dQ's wait before a dS guards that.
         tlx.local_store(ds_tiles[C.ds_stages - 1], tl.zeros([C.keys, C.rows], DTYPE))

@@ -238,7 +238,7 @@ def backward_64(desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, s
     |---|---|---|---|
     | q_full, do_full, k_full, v_full | 1 + bytes | load | groups (q, dO: both; K, V: the one whose turn it is) |
     | chunk_full | 1 | load | both groups |
-    | chunk_empty, do_empty | 2 × 128 | both groups | load |
+    | chunk_empty, do_empty | 2, 2 × 128 | both groups | load |
     | kv_empty | 128 | the group whose turn it was, when dK and dV have left | load |
     | named 9, 10 | 128 threads | group 0, group 1 | the same: what its threads wrote is there |
     | named 12 | 256 threads | both groups | both: K's buffers are free for dQ |
@@ -260,7 +260,7 @@ def backward_64(desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, s
     ds_tiles = tlx.local_alloc((KEYS, C.rows), dtype, 2)
     q_full = tlx.alloc_barriers(1)
     chunk_full = tlx.alloc_barriers(2)
-    chunk_empty = tlx.alloc_warp_barrier(2, 4, 2)
+    chunk_empty = tlx.alloc_barriers(2, 2)
     do_full = tlx.alloc_barriers(C.do_stages)
     do_empty = tlx.alloc_warp_barrier(C.do_stages, 4, 2)
     k_full = tlx.alloc_barriers(C.stages)
@@ -425,7 +425,7 @@ def backward_128(desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, 
     |---|---|---|---|
     | q_full, do_full, k_full, v_full | 1 + bytes | load | both groups |
     | chunk_full | 1 | load | both groups |
-    | chunk_empty | 2 × 128 | both groups | load |
+    | chunk_empty | 2 | both groups | load |
     | do_empty, k_empty, v_empty | 2 × 128 | both groups | load |
     | named 9, 10 | 128 threads | group 0, group 1 | the same: what its threads wrote is there |
     | named 11 | 256 threads | both groups | both: P, dS, dK and dV of a tile are there |
@@ -443,7 +443,7 @@ def backward_128(desc_q, desc_k, desc_v, desc_do, desc_dk, desc_dv, desc_parts, 
     dq_tiles = tlx.local_alloc((_HALF, C.dim), tl.float32, 2, reuse=do_tiles)
     q_full = tlx.alloc_barriers(1)
     chunk_full = tlx.alloc_barriers(2)
-    chunk_empty = tlx.alloc_warp_barrier(2, 4, 2)
+    chunk_empty = tlx.alloc_barriers(2, 2)
     do_full = tlx.alloc_barriers(C.do_stages)
     do_empty = tlx.alloc_warp_barrier(C.do_stages, 4, 2)
     k_full = tlx.alloc_barriers(C.stages)

@@ -253,11 +253,11 @@ def backward_q(desc_q, desc_k, desc_v, desc_do, desc_dq, row_stats, table, count
     | barrier | count | arrives | waits |
     |---|---|---|---|
     | q_full | 1 + bytes | load: Q, dO, lse and delta of one group | that group |
-    | q_empty | 128 | that group, under the next item's first tile, when dQ has left | load |
+    | q_empty | 1 | that group, under the next item's first tile, when dQ has left | load |
     | k_full, v_full | 1 + bytes | load | both groups |
     | keys_empty | 2 × 128 | both groups, after dQ, the last product of a tile of K and V | load |
     | item_full | 1 | load, when the slot holds an item | both groups |
-    | item_empty | 2 × 128 | both groups, when they have read it | load |
+    | item_empty | 2 | both groups, when they have read it | load |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
     # Two items' queries: two tiles of each group.
@@ -268,13 +268,13 @@ def backward_q(desc_q, desc_k, desc_v, desc_do, desc_dq, row_stats, table, count
     lse_rows = tlx.local_alloc((C.rows // 2,), tl.float32, 4)
     delta_rows = tlx.local_alloc((C.rows // 2,), tl.float32, 4)
     q_full = tlx.alloc_barriers(4)
-    q_empty = tlx.alloc_warp_barrier(4, 4)
+    q_empty = tlx.alloc_barriers(4)
     k_full = tlx.alloc_barriers(C.stages)
     v_full = tlx.alloc_barriers(C.stages)
     keys_empty = tlx.alloc_warp_barrier(C.stages, 4, 2)
     slots = tlx.local_alloc((1,), tl.int32, 2 * ITEM_SLOT)
     item_full = tlx.alloc_barriers(2)
-    item_empty = tlx.alloc_warp_barrier(2, 4, 2)
+    item_empty = tlx.alloc_barriers(2, 2)
     where = (table, offsets_q, offsets_kv, num_sequences, total_q, total_kv)
     hand_out = (slots, item_full, item_empty)
     tiles = (q_tiles, do_tiles, k_tiles, v_tiles)

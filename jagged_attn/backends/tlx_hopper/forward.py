@@ -441,10 +441,10 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     | barrier | count | arrives | waits |
     |---|---|---|---|
     | q_full, k_full, v_full | 1 + bytes | load | attend (q: its group; k, v: all groups) |
-    | q_empty | 128 | with one tile of Q its attend group, after its last scores | load |
-    | q_empty | 128 | with two its attend group, under the next item, when the output has left | load |
+    | q_empty | 1 | with one tile of Q its attend group, after its last scores | load |
+    | q_empty | 1 | with two its attend group, under the next item, when the output has left | load |
     | k_empty, v_empty | groups × 128 | every attend group, unless the block stays for the next item | load |
-    | item_full, item_empty | 1, groups × 128 | load, every attend group | every attend group, load |
+    | item_full, item_empty | 1, groups | load, every attend group | every attend group, load |
     | named 9 + g | 256 threads | the group before, having issued its products | group g, before issuing |
     """
     DTYPE: tl.constexpr = tlx.dtype_of(desc_q)
@@ -455,14 +455,14 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     if C.q_stages == 1:
         o_tiles = tlx.local_alloc((_ROWS, C.dim), DTYPE, C.groups)
     q_full = tlx.alloc_barriers(C.groups * C.q_stages)
-    q_empty = tlx.alloc_warp_barrier(C.groups * C.q_stages, 4)
+    q_empty = tlx.alloc_barriers(C.groups * C.q_stages)
     k_full = tlx.alloc_barriers(C.k_stages)
     k_empty = tlx.alloc_warp_barrier(C.k_stages, 4, C.groups)
     v_full = tlx.alloc_barriers(C.v_stages)
     v_empty = tlx.alloc_warp_barrier(C.v_stages, 4, C.groups)
     slots = tlx.local_alloc((1,), tl.int32, 2 * ITEM_SLOT)
     item_full = tlx.alloc_barriers(2)
-    item_empty = tlx.alloc_warp_barrier(2, 4, C.groups)
+    item_empty = tlx.alloc_barriers(2, C.groups)
     where = (table, offsets_q, offsets_kv, max_entries, num_sequences, num_queries, total_kv, query_tiles)
     hand_out = (slots, item_full, item_empty)
     tiles = (q_tiles, k_tiles, v_tiles)
