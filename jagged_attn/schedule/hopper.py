@@ -67,6 +67,8 @@ class ForwardConfig:
 
     def refusal(self, head_dim: int, itemsize: int) -> str | None:
         """Why this config does not run such a call; ``None`` if it does."""
+        if self.load_warps not in (1, 4):
+            return f"load_warps must be 1 or 4, got {self.load_warps}"
         if self.groups == 1 and (self.turns or self.run > 1):
             return f"one group has nobody to take turns with, and no second tile of queries for runs, got {self}"
         needed, alone = self.shared_bytes(head_dim, itemsize), shared_bytes_per_program((9, 0), is_hip=False)

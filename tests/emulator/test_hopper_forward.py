@@ -16,7 +16,16 @@ from jagged_attn.perfmodel.hopper import Forward
 from jagged_attn.perfmodel.machine import H200
 from jagged_attn.perfmodel.predict import Lengths, Tile, forward_items
 from jagged_attn.perfmodel.simulate import Processor, Rates
-from jagged_attn.schedule.hopper import _TRIPLE, RUN, are_short, forward_config, forward_run, has_few_keys
+from jagged_attn.schedule.hopper import (
+    _PAIR,
+    _SINGLE,
+    _TRIPLE,
+    RUN,
+    are_short,
+    forward_config,
+    forward_run,
+    has_few_keys,
+)
 from jagged_attn.spec import AttentionSpec
 from jagged_attn.testing.emulator.launches import emulated_launches
 from jagged_attn.testing.emulator.parameters import HOUSE_RULES
@@ -204,6 +213,20 @@ OTHER_CALLS = {
     "few queries": ({"rows": (220_000, 290_000)}, True),
     "few items": ({"items": 8_000}, True),
 }
+
+
+REFUSED = {
+    "turns of one group": (replace(_SINGLE[128], turns=True), "one group has nobody to take turns with"),
+    "a run of one group": (replace(_SINGLE[128], run=4), "no second tile of queries for runs"),
+    "two blocks of keys more": (replace(_PAIR[128], k_stages=4), "bytes of shared memory"),
+    "two warps that load": (replace(_TRIPLE[128], load_warps=2), "load_warps must be 1 or 4, got 2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_config_refuses(name):
+    config, why = REFUSED[name]
+    assert why in config.refusal(128, 2)
 
 
 def test_runs_are_for_many_queries_of_few_keys():

@@ -21,9 +21,9 @@ _EXTENT = tl.constexpr(2**30)
 
 
 @triton.constexpr_function
-def _power_of(stages):
-    """The exponent of a power of two, -1 of any other number."""
-    return stages.bit_length() - 1 if stages & (stages - 1) == 0 else -1
+def _log2(number):
+    """The exponent of a power of two; -1 of any other number."""
+    return number.bit_length() - 1 if number & (number - 1) == 0 else -1
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def ring(count, STAGES: tl.constexpr):
 
     Counts are not negative, which the compiler does not know: its division by a power of two would be several steps.
     """
-    POWER: tl.constexpr = _power_of(STAGES)
-    if POWER >= 0:
-        return count & (STAGES - 1), (count >> POWER) & 1
+    LOG2: tl.constexpr = _log2(STAGES)
+    if LOG2 >= 0:
+        return count & (STAGES - 1), (count >> LOG2) & 1
     else:
         return count % STAGES, (count // STAGES) & 1
 
