@@ -35,7 +35,7 @@ def test_checkouts_take_turns_and_what_is_wrong_is_named(tmp_path: Path, capsys:
     wrong = _copy(tmp_path / "wrong", "bench/contestants.py", "backend=self.name))", "backend=self.name) * 1.5)")
     dead = _package(tmp_path / "dead", "raise SystemExit('no such luck')\n")
     checkouts = [f"here={_ROOT}", f"wrong={wrong}", f"dead={dead}", f"again={_ROOT}"]
-    out = tmp_path / "turns.csv"
+    out = tmp_path / "new" / "turns.csv"
     assert main(["--checkout", *checkouts, *_SMALL, "--sustained", "--out", str(out)]) == 1
 
     rows = list(csv.DictReader(out.read_text().splitlines()))

@@ -1,7 +1,6 @@
 """``python -m jagged_attn.bench``: measure, check, compare."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -57,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.list:

@@ -161,7 +161,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=positive, default=600.0, help="seconds that one contestant may take in all")
     parser.add_argument("--child", choices=[*_STEPS["speed"], *_STEPS["memory"]], help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    arguments.given = sys.argv[1:] if argv is None else argv
+    arguments.given = argv
     on_gpu = arguments.device.type == "cuda"
     arguments.dtype = arguments.dtype or ("bfloat16" if on_gpu else "float32")
     arguments.batches = arguments.batches or (4 if arguments.what == "speed" else 1)

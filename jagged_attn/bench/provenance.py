@@ -5,6 +5,7 @@ import importlib.util
 import platform
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -44,7 +45,7 @@ class Provenance:
 
 def collect_provenance(
     device: torch.device,
-    arguments: Sequence[str],
+    arguments: Sequence[str] | None,
     commit: str | None,
     program: Sequence[str] = ("python", "-m", "jagged_attn.bench"),
 ) -> Provenance:
@@ -52,7 +53,7 @@ def collect_provenance(
 
     Args:
         device: where it runs.
-        arguments: of the command line, without the program's name.
+        arguments: of the command line, without the program's name; ``None``: those of the process.
         commit: what to say where the package does not lie in its repository; asked of git otherwise.
         program: what is typed before the arguments.
     """
@@ -63,7 +64,7 @@ def collect_provenance(
         driver=_run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         if on_gpu
         else "",
-        command=_command_line(*program, *arguments),
+        command=_command_line(*program, *(sys.argv[1:] if arguments is None else arguments)),
         commit=commit or commit_of(Path(__file__).parents[1]),
         python=platform.python_version(),
         torch=torch.__version__,

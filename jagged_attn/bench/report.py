@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -86,13 +86,17 @@ COLUMNS = tuple(f.name for f in fields(Row)) + tuple(f.name for f in fields(Prov
 
 def write_csv(path: Path, rows: Iterable[Row], provenance: Provenance) -> None:
     """Write the rows, each with the whole provenance, so that a row can be quoted on its own."""
+    values = (asdict(row) | asdict(provenance) for row in rows)
+    write_rows(path, COLUMNS, ({name: _cell(value) for name, value in row.items()} for row in values))
+
+
+def write_rows(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Write a CSV with these columns; its folder is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
-        for row in rows:
-            values = asdict(row) | asdict(provenance)
-            writer.writerow({name: _cell(value) for name, value in values.items()})
+        writer.writerows(rows)
 
 
 def _cell(value: object) -> object:

@@ -17,14 +17,12 @@ With ``--captured`` the steps are CUDA graphs, all of it: forward, backward, col
 """
 
 import argparse
-import csv
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +41,7 @@ from .arguments import (
 )
 from .kunlun_steps import SCENARIOS, Batch, Contestant, Ranker, Scenario, capture, make_batch
 from .provenance import collect_provenance
+from .report import write_rows
 from .scaling_checks import CHECKS, PARALLEL, Parallel, check, parallelize
 
 # Samples of a rank in the checks, which run on one process too.
@@ -51,8 +50,7 @@ _CHECKED = 12
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line on this rank; 0 if everything is right."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    options = _parse(given)
+    options = _parse(argv)
     if "RANK" not in os.environ:
         print("scaling: must be started by torchrun, see --help.", file=sys.stderr)
         return 2
@@ -60,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(options.backend_comm, timeout=timedelta(seconds=options.timeout), **bound)
     try:
-        return _check(options, device) if options.what == "check" else _speed(options, device, given)
+        return _check(options, device) if options.what == "check" else _speed(options, device, argv)
     finally:
         dist.destroy_process_group()
 
@@ -100,10 +98,10 @@ def _check(options: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
-def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[str]) -> int:
+def _speed(options: argparse.Namespace, device: torch.device, argv: Sequence[str] | None) -> int:
     rank, world_size, scenario = dist.get_rank(), dist.get_world_size(), scenario_of(options)
     program = ("torchrun", "--nproc-per-node", str(world_size), "-m", "jagged_attn.bench.scaling")
-    provenance = collect_provenance(device, given, options.commit, program)
+    provenance = collect_provenance(device, argv, options.commit, program)
     _say(f"# {provenance.command}\n# {world_size} x {provenance.device}, torch {provenance.torch}, {provenance.date}")
     _say(f"# B = {scenario.batch} a rank, longest {scenario.longest}, mean_fill {scenario.mean_fill}, {options.dtype}")
     for how in options.parallel:
@@ -134,7 +132,8 @@ def _speed(options: argparse.Namespace, device: torch.device, given: Sequence[st
         rows.append({"parallel": how, "ranks": ranks_now, "step_ms": step_ms, "scaling": efficiency})
         _say(f"{how:11s} {ranks_now} ranks {step_ms:10.2f} ms a step, {efficiency:.3f} of {ranks_now}")
         if rank == 0 and options.out:
-            _write_csv(options.out, [row | asdict(provenance) for row in rows])
+            facts = asdict(provenance)
+            write_rows(options.out, [*rows[0], *facts], (row | facts for row in rows))
         del model
     return 0
 
@@ -179,15 +178,7 @@ def _largest(x: float, device: torch.device) -> float:
     return tensor.item()
 
 
-def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m jagged_attn.bench.scaling", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

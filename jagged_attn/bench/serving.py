@@ -21,7 +21,6 @@ what the padded model in the same dtype is, and in all of the stream equal to th
 
 import argparse
 import copy
-import csv
 import json
 import subprocess
 import sys
@@ -50,6 +49,7 @@ from .arguments import (
 )
 from .kunlun import reason_of
 from .provenance import Provenance, collect_provenance
+from .report import write_rows
 from .serving_model import Form, PaddedScorer, Request, Scorer, Sizes, make_requests, packed, padded
 from .timing import compiled_throughout
 
@@ -327,13 +327,12 @@ def _measure_apart(name: str, options: argparse.Namespace) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 if a jagged contestant has a figure, and none of them was refused one."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    options = _parse(given)
+    options = _parse(argv)
     if options.child:
         print(json.dumps(asdict(_measure_here(options.child, options))))
         return 0
     program = ("python", "-m", "jagged_attn.bench.serving")
-    provenance = collect_provenance(options.device, given, options.commit, program)
+    provenance = collect_provenance(options.device, argv, options.commit, program)
     print(_head(options, provenance), flush=True)
     figures: list[Figure] = []
     for name in options.contestants:
@@ -354,11 +353,7 @@ def write_csv(path: Path, figures: Iterable[Figure], options: argparse.Namespace
     """Write the figures, each with the sizes and the whole provenance, so that a row can be quoted on its own."""
     facts = {**asdict(sizes_of(options)), "dtype": options.dtype, "seed": options.seed, **asdict(provenance)}
     columns = [f.name for f in fields(Figure)] + [*facts]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(asdict(figure) | facts for figure in figures)
+    write_rows(path, columns, (asdict(figure) | facts for figure in figures))
 
 
 def _head(options: argparse.Namespace, provenance: Provenance) -> str:
@@ -394,7 +389,7 @@ def _ratio(figures: Sequence[Figure]) -> str:
     return f"best jagged against best padded: {best['jagged'] / best['padded']:.2f} times the throughput"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="python -m jagged_attn.bench.serving", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

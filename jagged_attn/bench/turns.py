@@ -9,7 +9,6 @@ a second, which is where the power limit is felt.
 """
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from ..backends import BACKENDS
 from .arguments import Parser, default_device, device_here, natural, output_file, run_command, seed_number
 from .problem import BACKWARD, FORWARD
 from .provenance import collect_provenance, commit_of
+from .report import write_rows
 from .timing import Quantiles
 from .workloads import select_workloads
 
@@ -189,15 +189,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: of the command line; those of the process by default.
-
-    Returns:
-        The exit code.
-    """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line; 0 if every checkout was right and timed."""
     parser = _parser()
     options = parser.parse_args(arguments)
     names = [name for name, _ in options.checkout]
@@ -227,10 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _write(path: Path, rows: Sequence[dict[str, Any]], provenance: dict[str, Any]) -> None:
     facts = {key: provenance[key] for key in ("date", "device", "driver", "command", "python", "torch", "triton")}
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*_COLUMNS, *facts))
-        writer.writeheader()
-        writer.writerows({**row, **facts} for row in rows)
+    write_rows(path, (*_COLUMNS, *facts), ({**row, **facts} for row in rows))
 
 
 if __name__ == "__main__":

@@ -483,7 +483,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
     for_groups = (desc_sum, desc_dk, desc_dv, scale, out_scale, hand_out, tiles, rows, exchange, loads)
     # The default task has four warps: a load role of one leaves it to a group. Where groups make dQ, it is slower.
     LOAD_WARPS: tl.constexpr = 1 if C.dq == "role" else 4
-    OTHERS: tl.constexpr = 2 if LOAD_WARPS == 4 else 1
+    # The number of the first of the other groups.
+    FIRST: tl.constexpr = 0 if LOAD_WARPS == 4 else 1
     with tlx.async_tasks():
         with tlx.async_task("default"):
             if LOAD_WARPS == 4:
@@ -491,8 +492,8 @@ def backward_kv(desc_q, desc_k, desc_v, desc_do, desc_sum, desc_dk, desc_dv, row
             else:
                 _gradients(0, *for_groups, C)
         # With the load role's 24, all registers there are.
-        with tlx.async_task(num_warps=4, registers=208 if C.dq == "role" else 240, replicate=OTHERS):
-            _gradients(tlx.async_task_replica_id() + (2 - OTHERS), *for_groups, C)
+        with tlx.async_task(num_warps=4, registers=208 if C.dq == "role" else 240, replicate=2 - FIRST):
+            _gradients(tlx.async_task_replica_id() + FIRST, *for_groups, C)
         if C.dq == "role":
             with tlx.async_task(num_warps=4, registers=72):
                 _query_gradients(desc_sum, hand_out, tiles, exchange, loads, C)

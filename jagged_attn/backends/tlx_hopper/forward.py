@@ -469,17 +469,17 @@ def forward(desc_q, desc_k, desc_v, desc_o, out, lse, table, offsets_q, offsets_
     loads = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     for_groups = (desc_o, out, lse, where, scale, out_scale, hand_out, tiles, o_tiles, loads)
     for_load = (desc_q, desc_k, desc_v, where, counter, hand_out, tiles, loads)
-    # The default task has four warps: a load role of one leaves it to a group.
-    OTHERS: tl.constexpr = C.groups if C.load_warps == 4 else C.groups - 1
+    # The default task has four warps: a load role of one leaves it to a group. The number of the first of the others.
+    FIRST: tl.constexpr = 0 if C.load_warps == 4 else 1
     with tlx.async_tasks():
         with tlx.async_task("default"):
             if C.load_warps == 4:
                 load(*for_load, C)
             else:
                 attend(0, *for_groups, C)
-        if OTHERS > 0:
-            with tlx.async_task(num_warps=4, registers=C.registers, replicate=OTHERS):
-                attend(tlx.async_task_replica_id() + (C.groups - OTHERS), *for_groups, C)
+        if C.groups > FIRST:
+            with tlx.async_task(num_warps=4, registers=C.registers, replicate=C.groups - FIRST):
+                attend(tlx.async_task_replica_id() + FIRST, *for_groups, C)
         if C.load_warps == 1:
             with tlx.async_task(num_warps=1, registers=24):
                 load(*for_load, C)
